@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -22,6 +24,27 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "vocab_size": 8192,
     "torch_dtype": "bfloat16", "eos_token_id": 0, "tie_word_embeddings": True,
 }  # fmt: skip
+# Of families with an MLP that all tokens take beside experts.
+WITH_SHARED = {
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "hidden_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "moe_intermediate_size": 128,
+        "num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 256, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "vocab_size": 8192, "torch_dtype": "bfloat16", "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "hidden_size": 256, "num_hidden_layers": 3, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "moe_intermediate_size": 128,
+        "intermediate_size": 512, "n_routed_experts": 16, "num_experts_per_tok": 3,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.5,
+        "attention_bias": True, "use_qk_norm": True, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "vocab_size": 8192, "torch_dtype": "bfloat16", "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 TOTAL = 8192 * 64 + 3 * (64 * 256 + 128 * 64 + 2 * 64 + 2 * 32 + 16 * 64 + 16 * 3 * 64 * 32) + 64
 IDLE = 3 * 13 * 3 * 64 * 32
 
@@ -31,13 +54,15 @@ def folder(tmp_path: Path) -> Path:
     return write_mixture(tmp_path / "mixture")
 
 
-def write_mixture(made: Path, **changed: int) -> Path:
+def write_mixture(
+    made: Path, config: Mapping[str, object] = MappingProxyType(CONFIG), **changed: int
+) -> Path:
     """A folder with random weights in bf16, and étude's tokenizer."""
     made.mkdir()
     for file in shipped_folder("etude").iterdir():
         if file.is_file():
             shutil.copy(file, made)
-    (made / "config.json").write_text(json.dumps({**CONFIG, **changed}))
+    (made / "config.json").write_text(json.dumps({**config, **changed}))
     specs = tensors(read_config(made / "config.json"))
     weights = random_weights(specs, Dtype.BF16, torch.device("cpu"))
     stored = {}
@@ -88,6 +113,19 @@ def test_plan_says_where_it_runs(soloist, folder):
     told = soloist("plan", "--config", folder / "config.json", "--hardware", "H200").out
     assert "no: reference only" in told
     assert "the decode kernel does not support 16 query heads to a KV head" in told
+
+
+@pytest.mark.parametrize("family", WITH_SHARED)
+def test_families_with_shared_experts_run_in_the_kernel(soloist, family, tmp_path):
+    folder = write_mixture(tmp_path / "mixture", WITH_SHARED[family])
+    run = ("run", folder, "--prompt", "def f(x):", "-n", "6", "-t", "0", "--device", "cpu")
+    outcome = soloist(*run)
+    assert outcome.status == 0, outcome.err
+    for weights in ("bf16", "fp8", "int4"):
+        planned = ("plan", folder, "--hardware", "H200", "--precision", weights)
+        assert "reference" not in soloist(*planned).out
+    elsewhere = soloist("plan", "--config", folder / "config.json", "--hardware", "A100 80GB").out
+    assert "no: reference only" in elsewhere
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from end_to_end.test_experts import write_mixture
+from end_to_end.test_experts import WITH_SHARED, write_mixture
 from end_to_end.test_gpu_kinds_and_formats import here, loaded
 from end_to_end.test_gpu_lanes import Spread, rounded
 from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
@@ -65,7 +65,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", True)
 
 
-@pytest.mark.parametrize("name", ["half steps", "softmax"])
+@pytest.mark.parametrize("name", ["half steps", "softmax", "shared, gated"])
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8"])
 def test_quantised_experts(kind: str, name: str) -> None:
     """Decoding by one query and by eight, whose bits are those of one, and from a prompt on."""
@@ -131,7 +131,7 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
-@pytest.mark.parametrize("name", ["softmax", "some layers dense"])
+@pytest.mark.parametrize("name", ["softmax", "some layers dense", "shared of several sizes"])
 def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, queries: int) -> None:
     config = MIXTURES[name]
     model, _ = spread(config)
@@ -156,9 +156,10 @@ def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None
 
 
 @pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
-def test_activations_that_are_no_numbers_end_a_launch_in_order(queries: int) -> None:
+@pytest.mark.parametrize("name", ["softmax", "shared, gated"])
+def test_activations_that_are_no_numbers_end_a_launch_in_order(name: str, queries: int) -> None:
     """A choice of NaN is of experts that there are: the kernel reads no other address."""
-    config = MIXTURES["softmax"]
+    config = MIXTURES[name]
     weights = random_weights(config)
     weights["layers.0.attention_norm"][0] = torch.nan
     model = Spread(config, make_plan(config, Dtype.BF16, here(SMS)), weights)
@@ -274,6 +275,22 @@ def test_a_request_of_a_mixture(words: int, how: dict[str, Any], tmp_path: Path)
     *_, end = engine.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
     assert isinstance(end, Completion)
     require_near_best(folder, ids, list(end.token_ids), asked.rounding)
+
+
+@pytest.mark.parametrize("words", [6, 300], ids=["read by the kernel", "read by prefill"])
+@pytest.mark.parametrize("how", [{}, {"rank_devices": (0, 0)}], ids=["bf16", "two ranks"])
+@pytest.mark.parametrize("family", WITH_SHARED)
+def test_a_request_of_a_mixture_with_shared_experts(
+    family: str, words: int, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """As its family's files have them."""
+    folder = write_mixture(tmp_path / "mixture", WITH_SHARED[family])
+    engine = Engine.load(EngineConfig(str(folder), device="cuda", precision="bf16", **how))
+    assert engine.report.executor == "decode kernel", engine.report.refusal
+    ids = prompt(engine.config, words)
+    *_, end = engine.generate(ids, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    assert isinstance(end, Completion)
+    require_near_best(folder, ids, list(end.token_ids))
 
 
 def test_loading_takes_what_was_estimated(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:
 
 
 _USUAL = Mixture(Router(16, 3, normalises=True), Mlp(40))
-MIXTURES: Mapping[str, ModelConfig] = {
+MIXTURES: dict[str, ModelConfig] = {
     "softmax": _model(_USUAL, _USUAL),
     # Experts are few enough for all of them to be chosen, and as many as blocks or fewer.
     "mixtral": _model(*[Mixture(Router(4, 2, normalises=True), Mlp(136))] * 2),
@@ -37,6 +37,28 @@ MIXTURES: Mapping[str, ModelConfig] = {
         replace(_USUAL, expert=Mlp(200)), replace(_USUAL, expert=Mlp(768)), hidden_size=112
     ),
 }
+# Beside experts an MLP that all tokens take: with a gate, or without one after a dense layer. One
+# has as many neurons as an expert, one so few that some blocks have no rows of its gate and up, and
+# one several groups of tiles.
+SHARED: Mapping[str, ModelConfig] = {
+    "shared, gated": _model(*[replace(_USUAL, shared=Mlp(72), gates_shared=True)] * 2),
+    "shared after a dense layer": _model(
+        Mlp(136),
+        *[
+            Mixture(
+                Router(16, 4, "sigmoid", is_corrected=True, normalises=True, scale=1.5), Mlp(32),
+                shared=Mlp(32),
+            )
+        ] * 2,
+    ),
+    "shared of several sizes": _model(
+        replace(_USUAL, shared=Mlp(16)),
+        _USUAL,
+        replace(_USUAL, shared=Mlp(1560), gates_shared=True),
+        hidden_size=96,
+    ),
+}  # fmt: skip
+MIXTURES |= SHARED
 SMS = 7
 # Prompts are multiplied by experts as they are packed: columns are multiples of 32, of each of two
 # ranks too. With the SMs that let one end in half a step.
@@ -63,6 +85,42 @@ def wide_experts(neurons: int) -> ModelConfig:
     mixture = replace(_USUAL, expert=Mlp(neurons))
     layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
     return replace(config, layers=layers, hidden_size=256)
+
+
+def with_shared_mlp(config: ModelConfig, *, gated: bool = True) -> ModelConfig:
+    """With an MLP as large as two experts beside those of each mixture."""
+
+    def with_one(layer: Layer) -> Layer:
+        assert isinstance(layer.mlp, Mixture), "a mixture"
+        shared = Mlp(2 * layer.mlp.expert.intermediate_size)
+        return replace(layer, mlp=replace(layer.mlp, shared=shared, gates_shared=gated))
+
+    return replace(config, layers=tuple(map(with_one, config.layers)))
+
+
+def qwen15_moe_a27b() -> ModelConfig:
+    """An MLP with a gate, as large as four experts."""
+    mixture = Mixture(Router(60, 4), Mlp(1408), shared=Mlp(5632), gates_shared=True)
+    return ModelConfig(
+        family="qwen2_moe", hidden_size=2048, vocab_size=151936, context_tokens=8192,
+        norm_epsilon=1e-6, layers=(Layer(Attention(16, 16, 128, qkv_bias=True), mixture),) * 24,
+        rope=Rope(1_000_000.0), tied_head=False,
+    )  # fmt: skip
+
+
+def glm_45_air() -> ModelConfig:
+    """With 64 of its 96 query heads: a dense layer, then an MLP as large as an expert."""
+    router = Router(
+        128, 8, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=1.0
+    )
+    mixture, attention = Mixture(router, Mlp(1408), shared=Mlp(1408)), Attention(64, 8, 128)
+    layers = (Mlp(10944), *[mixture] * 45)
+    return ModelConfig(
+        family="glm4_moe", hidden_size=4096, vocab_size=151552, context_tokens=8192,
+        norm_epsilon=1e-5,
+        layers=tuple(Layer(replace(attention, qkv_bias=True), mlp) for mlp in layers),
+        rope=Rope(1_000_000.0, share=0.5), tied_head=False,
+    )  # fmt: skip
 
 
 def mixtral_8x7b() -> ModelConfig:

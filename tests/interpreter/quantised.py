@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from soloist.megakernel.program import tensor_of
+from soloist.megakernel.program import products_of, tensor_of
 from soloist.megakernel.weight_format import WeightFormat, quantized_format
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -49,12 +49,11 @@ _MOST = {Codes.INT4: 15.0, Codes.INT6: 31.0, Codes.INT8: 127.0, Codes.FP8: 448.0
 
 def matrices_of(config: ModelConfig) -> list[str]:
     """All but the embedding and routers."""
-    names = ("qkv", "attention_output", "gate_up", "down")
     found = []
     for i, layer in enumerate(config.layers):
         experts = range(1 if layer.router is None else layer.router.num_experts)
-        for name in names:
-            own = [tensor_of(layer, i, name, expert) for expert in experts]
+        for product in products_of(layer):
+            own = [tensor_of(layer, i, product.name, expert) for expert in experts]
             found += dict.fromkeys(own)
     return [*found, "head"]
 

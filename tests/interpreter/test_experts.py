@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.mixtures import MIXTURES, SMS, wide_experts
+from interpreter.mixtures import MIXTURES, SHARED, SMS, wide_experts, with_shared_mlp
 from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -45,7 +45,9 @@ def test_mixtures_give_the_references_logits(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["softmax", "corrected sigmoids", "some layers dense"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "corrected sigmoids", "some layers dense", "shared of several sizes"]
+)
 def test_a_query_has_the_bits_that_it_has_alone(name: str, ranks: int) -> None:
     """Whoever else is in the round, and whatever they choose."""
     config = MIXTURES[name]
@@ -57,10 +59,12 @@ def test_a_query_has_the_bits_that_it_has_alone(name: str, ranks: int) -> None:
     assert torch.equal(bench.feed(ids, 3), one_by_one)
 
 
-def test_rounding_stays_near() -> None:
-    config = MIXTURES["softmax"]
+@pytest.mark.parametrize("name", ["softmax", "shared, gated", "shared after a dense layer"])
+def test_rounding_stays_near(name: str) -> None:
+    config = MIXTURES[name]
+    exact = ("router", "shared_gate")
     rounded = {k: v.bfloat16() for k, v in random_weights(config).items()}
-    weights = {k: v.float() if "router" in k else v for k, v in rounded.items()}
+    weights = {k: v.float() if any(x in k for x in exact) else v for k, v in rounded.items()}
     ids = prompt(config, 64)
     wanted = reference_logits(config, weights, ids)
     seen = Bench(config, plan_of(config), weights, torch.bfloat16).feed(ids, 8)
@@ -121,8 +125,14 @@ def quantised_bench(
         *((wide_experts(1040), 1, kind) for kind in KINDS),
         (wide_experts(256), 2, "fp8-block"), (wide_experts(256), 2, "int4"),
         (MIXTURES["some layers dense"], 1, "fp8-block"),
+        *((with_shared_mlp(wide_experts(256)), 1, kind) for kind in KINDS),
+        (with_shared_mlp(wide_experts(256)), 2, "fp8-block"),
+        (with_shared_mlp(wide_experts(256)), 2, "int4"),
     ],
-    ids=[*KINDS, "fp8-block on ranks", "int4 on ranks", "some layers dense"],
+    ids=[
+        *KINDS, "fp8-block on ranks", "int4 on ranks", "some layers dense",
+        *(f"shared {kind}" for kind in KINDS), "shared fp8-block on ranks", "shared int4 on ranks",
+    ],
 )  # fmt: skip
 def test_quantised_experts_give_the_logits_of_their_numbers(
     config: ModelConfig, ranks: int, kind: str
@@ -135,8 +145,10 @@ def test_quantised_experts_give_the_logits_of_their_numbers(
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "int4"])
-def test_what_quantised_experts_are_multiplied_with_stays_near(kind: str) -> None:
-    config = wide_experts(256)
+@pytest.mark.parametrize("config", [wide_experts(256), with_shared_mlp(wide_experts(256))])
+def test_what_quantised_experts_are_multiplied_with_stays_near(
+    config: ModelConfig, kind: str
+) -> None:
     bench, meant = quantised_bench(config, kind, 1, torch.bfloat16)
     ids = prompt(config, 16)
     wanted = reference_logits(config, meant, ids)
@@ -197,7 +209,7 @@ def test_every_tile_and_every_logit_is_one_blocks(name: str, ranks: int) -> None
         experts = kind.experts
         if experts is None:
             continue
-        count = experts.router.num_experts
+        count = experts.num_logits
         rows = [row for block in range(plan.blocks) for row in experts.router_rows(block)]
         assert rows == list(range(count))
         for slots in range(1, experts.most_slots(8) + 1):
@@ -222,7 +234,12 @@ def test_memory_and_streams_count_experts() -> None:
 @pytest.mark.parametrize(
     ("mixture", "named"),
     [
-        (Mixture(Router(16, 3), Mlp(40), shared=Mlp(40)), "shared experts"),
+        (Mixture(Router(16, 3), Mlp(40), shared=Mlp(36)), "shared experts of 36 neurons"),
+        (Mixture(Router(16, 3), Mlp(40), shared=Mlp(40, bias=True)), "shared experts with biases"),
+        (
+            Mixture(Router(16, 3), Mlp(40), shared=Mlp(40, activation="gelu_tanh")),
+            "the activation gelu_tanh of shared experts",
+        ),
         (Mixture(Router(16, 3, num_groups=4, num_groups_kept=2), Mlp(40)), "groups of experts"),
         (Mixture(Router(1024, 3), Mlp(40)), "1024 experts"),
         (Mixture(Router(64, 40), Mlp(40)), "40 experts for a token"),
@@ -243,7 +260,7 @@ def test_experts_of_too_few_neurons_for_the_ranks_are_refused() -> None:
         plan_of(MIXTURES["softmax"], 4)
 
 
-@pytest.mark.parametrize("name", ["softmax", "some layers dense"])
+@pytest.mark.parametrize("name", ["softmax", "some layers dense", *SHARED])
 def test_what_is_packed_for_a_gpu_is_what_the_interpreter_reads(name: str) -> None:
     config = MIXTURES[name]
     plan, weights = plan_of(config), random_weights(config)
@@ -255,6 +272,51 @@ def test_what_is_packed_for_a_gpu_is_what_the_interpreter_reads(name: str) -> No
     vectors = load(plan, weights, torch.bfloat16)[1]
     known = ~vectors.isnan()
     assert torch.equal(packed.vectors[known], vectors[known])
+
+
+def test_what_all_tokens_take_lies_and_streams_like_an_mlp() -> None:
+    """Between the output of attention and the experts, in the blocks' own weights."""
+    plan = plan_of(MIXTURES["shared, gated"])
+    (kind,) = plan.image.kinds
+    names = ["qkv", "attention_output", "shared.gate_up", "shared.down"]
+    assert [*kind.in_blocks] == names
+    assert [*kind.operations] == [*names[:3], "gate_up", "shared.down", "down"]
+    assert kind.matrix_offset("shared.down") > kind.matrix_offset("shared.gate_up") > 0
+    assert kind.vectors["router"].shape == (16 * 72,)
+    assert kind.vectors["shared_gate"].shape == (72,)
+    without = plan_of(MIXTURES["softmax"])
+    more = plan.image.streamed_bytes - without.image.streamed_bytes
+    own = [kind.operations[name].matrix.num_bytes for name in names[2:]]
+    assert more == 2 * sum(own)
+    assert packed_bytes(plan) - packed_bytes(without) >= more
+
+
+def test_blocks_without_rows_of_what_all_tokens_take() -> None:
+    """An MLP of few neurons leaves as many blocks at work as there would be without it."""
+    plan = plan_of(MIXTURES["shared of several sizes"])
+    small = plan.image.layer(0).operations["shared.gate_up"].matrix
+    assert plan.blocks == SMS
+    assert small.units < plan.blocks
+    assert 0 in {small.num_units(block) for block in range(plan.blocks)}
+
+
+def test_super_blocks_of_what_all_tokens_take_are_refused_where_they_join() -> None:
+    config = with_shared_mlp(wide_experts(256))
+    for name, is_fine in (("gate_up", True), ("down", False)):
+        stored = {f"layers.0.shared.{name}": FORMATS["super-int4"]}
+        if is_fine:
+            make_plan(config, Dtype.BF16, gpu(SMS), formats=formats_of(stored))
+            continue
+        with pytest.raises(ShapeUnsupported, match="down of shared experts in int4"):
+            make_plan(config, Dtype.BF16, gpu(SMS), formats=formats_of(stored))
+
+
+def test_a_gate_lies_right_behind_the_routers_rows() -> None:
+    mixture = Mixture(Router(15, 3), Mlp(40), shared=Mlp(40), gates_shared=True)
+    config = MIXTURES["softmax"]
+    layers = tuple(replace(layer, mlp=mixture) for layer in config.layers)
+    with pytest.raises(ShapeUnsupported, match="a gate of shared experts behind 1080 values"):
+        plan_of(replace(config, layers=layers))
 
 
 def test_all_blocks_of_qwen3_30b_a3b_stream_as_much() -> None:

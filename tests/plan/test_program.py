@@ -6,7 +6,8 @@ from soloist.megakernel.program import EMBED, LAST, LAYER, MASK, PHASES, PRODUCT
 
 def test_every_phase_reads_what_was_published_before() -> None:
     published = set(EMBED.publishes)
-    for phase in (*LAYER, *LAYER, *LAST):
+    mixed = (*LAYER[:3], ROUTER, *LAYER[3:])
+    for phase in (*mixed, *mixed, *LAST):
         assert {*phase.reads} <= published | {*phase.publishes}, phase.name
         published |= {*phase.publishes}
 
@@ -25,7 +26,7 @@ def test_the_buffers_of_a_plan_are_those_of_its_phases() -> None:
 
 
 def test_the_operands_of_matrices() -> None:
-    operands = {phase.name: phase.operand for phase in PRODUCTS}
+    operands = {product.name: product.operand for product in PRODUCTS}
     assert operands == {
         "qkv": "hidden_in", "attention_output": "attended", "gate_up": "hidden_mid", "down": "gated"
     }  # fmt: skip

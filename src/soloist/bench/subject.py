@@ -25,6 +25,7 @@ from soloist.errors import DeviceError, DeviceMissing, SettingError
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.gpu import LEAST_CAPABILITY
+from soloist.megakernel.program import place_of
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
@@ -101,11 +102,15 @@ class Subject:
         config, dtype = self.model.plan.model, self.model.plan.dtype
         phases = {
             "qkv": "qkv", "attention_output": "output", "gate_up": "gate_up", "down": "down",
+            "shared.gate_up": "router", "shared.down": "down",
             "embedding" if config.tied_head else "head": "head",
         }  # fmt: skip
         sums = dict.fromkeys(phases.values(), 0)
+        if not any(mixture.shared for mixture in config.mixtures):
+            del sums["router"]
         for spec in tensors(config):
-            phase = phases.get(spec.name.rpartition(".")[2])
+            is_layer = spec.name.startswith("layers.")
+            phase = phases.get(place_of(spec.name)[1] if is_layer else spec.name)
             if phase is not None:
                 sums[phase] += stored_bytes([spec], dtype, self.model.plan.formats)
         kv = self.model.plan.kv_layout.format

@@ -1,6 +1,6 @@
 """The kernel's buffers: what blocks exchange in global memory, what a block has in shared. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -15,7 +15,7 @@ from soloist.megakernel.limits import (
     MAX_QUERIES,
     STATIC_SHARED_BYTES,
 )
-from soloist.megakernel.program import PRODUCTS
+from soloist.megakernel.program import products_of
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
 
@@ -74,12 +74,15 @@ class Exchanges:
     def operands(self) -> dict[str, Activations]:
         """Buffers of 16-bit activations, which matrices are multiplied with."""
         operands: dict[str, Activations] = {}
-        for phase in PRODUCTS:
-            for kind in self.kinds:
-                if phase.operand == "gated":
-                    operands.setdefault(self.gated(kind), _gated(kind))
-                else:
-                    operands.setdefault(phase.operand, _activations(kind.operations[phase.name]))
+        for kind in self.kinds:
+            for matrix in products_of(kind.layer):
+                if matrix.operand not in ("gated", "shared_gated"):
+                    activations = _activations(kind.operations[matrix.name])
+                    operands.setdefault(matrix.operand, activations)
+        for kind in self.kinds:
+            operands.setdefault(self.gated(kind), _gated(kind))
+            if (shared := _shared_gated(kind)) is not None:
+                operands.setdefault(self.shared_gated(kind), shared)
         return operands | ({"hidden_out": _activations(self.head)} if self.shape.meets else {})
 
     def gated(self, kind: LayerKind) -> str:
@@ -87,8 +90,14 @@ class Exchanges:
 
         Padding columns of a matrix have to be zeros for good, and others are written.
         """
-        place = list(dict.fromkeys(map(_gated, self.kinds))).index(_gated(kind))
-        return f"gated_{place}" if place else "gated"
+        return _numbered("gated", _gated(kind), map(_gated, self.kinds))
+
+    def shared_gated(self, kind: LayerKind) -> str:
+        """The same of an MLP beside experts, in a layer that has one."""
+        own = _shared_gated(kind)
+        assert own is not None, "there is one"
+        found = (x for x in map(_shared_gated, self.kinds) if x is not None)
+        return _numbered("shared_gated", own, found)
 
     @cached_property
     def workspace(self) -> dict[str, Buffer]:
@@ -109,9 +118,9 @@ class Exchanges:
             "partial": (*partial, shape.head_dim, 4),
             "partial_stats": (*partial, 2 * 4),
         }
-        routers = [kind.experts.router.num_experts for kind in self.kinds if kind.experts]
-        if routers:
-            buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(routers), 4)
+        logits = [kind.experts.num_logits for kind in self.kinds if kind.experts]
+        if logits:
+            buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(logits), 4)
         if shape.meets:
             buffers["hidden_out"] = operand(_activations(self.head))
             buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)
@@ -181,6 +190,18 @@ def _gated(kind: LayerKind) -> Activations:
     return replace(activations, slots=kind.experts.most_slots(MAX_QUERIES))
 
 
+def _shared_gated(kind: LayerKind) -> Activations | None:
+    """The same of an MLP beside experts, where there is one."""
+    down = kind.operations.get("shared.down")
+    return None if down is None else _activations(down)
+
+
+def _numbered(name: str, own: Activations, of_kinds: Iterable[Activations]) -> str:
+    """`name`, or `name_1` and so on where kinds of layers have activations of several sizes."""
+    place = list(dict.fromkeys(of_kinds)).index(own)
+    return f"{name}_{place}" if place else name
+
+
 # Which buffers come after which.
 _ORDER = ("reduce", "q_rows", "new_kv", "residual", "stats", "rope", "sampling", "control")
 _CONVERTING_ORDER = (
@@ -211,6 +232,7 @@ class SharedMemory:
         queries: of a launch, at most.
         samples: there is also room for choosing tokens otherwise than by the largest logit.
         most_slots: distinct experts that the queries of a launch can choose; 0 without experts.
+        gates_shared: some layer's MLP beside experts has a gate.
     """
 
     shape: ModelShape
@@ -221,6 +243,7 @@ class SharedMemory:
     queries: int
     samples: bool
     most_slots: int = 0
+    gates_shared: bool = False
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -261,6 +284,7 @@ class SharedMemory:
         if self.most_slots:
             # See `ExpertSlots` in cuda/tile/slots.cuh, and `router` in cuda/ops/experts.cuh.
             words = 1 + queries * (MOST_EXPERTS // 32) + self.most_slots * (2 + queries)
+            words += queries if self.gates_shared else 0
             sizes["choice"] = (words, 4)
             sizes["expert_logits"] = (2, CONSUMER_WARPS, queries, 4)
         buffers = stack(sizes, value_bytes=1)
@@ -318,8 +342,8 @@ class SharedMemory:
     def _reductions_bytes(self) -> int:
         """Of two reductions that follow each other, at most."""
         *layers, head = self.operations
-        of_kind = len(PRODUCTS)
-        kinds = [layers[i : i + of_kind] for i in range(0, len(layers), of_kind)]
+        starts = [i for i, op in enumerate(layers) if op.matrix.name == "qkv"]
+        kinds = [layers[i:end] for i, end in pairwise([*starts, len(layers)])]
         pairs = [pair for kind in kinds for pair in pairwise(kind)]
         pairs += [(op, op) for op in self.operations if op.matrix.max_tiles > op.group_tiles]
         firsts, lasts = [kind[0] for kind in kinds], [kind[-1] for kind in kinds]

@@ -27,11 +27,13 @@ class Experts:
         router: chooses.
         gate_up: of one expert; a unit is a tile, and belongs to no block.
         down: of one expert; every block has the rows that it owns of the residual stream.
+        gates_shared: behind the router's rows lies one more, for the MLP beside the experts.
     """
 
     router: Router
     gate_up: Matrix
     down: Matrix
+    gates_shared: bool = False
 
     @property
     def blocks(self) -> int:
@@ -66,18 +68,23 @@ class Experts:
         own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
         return [divmod(tile, self.gate_up.units) for tile in own]
 
+    @property
+    def num_logits(self) -> int:
+        """Of a query: one of each expert, then that of the MLP beside them, if it has one."""
+        return self.router.num_experts + self.gates_shared
+
     def router_rows(self, block: int) -> range:
-        """The experts whose logits a block makes."""
-        count = self.router.num_experts
+        """Which logits a block makes."""
+        count = self.num_logits
         return range(block * count // self.blocks, (block + 1) * count // self.blocks)
 
     def cuda(self) -> list[str]:
         """CUDA text of what a block has of the router, and of gate_up by the number of slots."""
-        experts, tiles = self.router.num_experts, self.gate_up.units
+        logits, tiles = self.num_logits, self.gate_up.units
         return [
             f"static __device__ __forceinline__ u32 {function} {{ return {result}; }}"
             for function, result in (
-                ("first_router_row(u32 block)", f"block * {experts}u / {self.blocks}u"),
+                ("first_router_row(u32 block)", f"block * {logits}u / {self.blocks}u"),
                 (
                     "first_tile(u32 block, u32 slots)",
                     f"block * slots * {tiles}u / {self.blocks}u",
@@ -103,9 +110,8 @@ def require_experts(mixture: Mixture) -> None:
     Raises:
         ShapeUnsupported: naming it.
     """
-    router = mixture.router
+    router, shared = mixture.router, mixture.shared
     checks = [
-        (mixture.shared is None, "a mixture with shared experts", "experts that are chosen"),
         (router.num_groups == 1, "a router with groups of experts", "one group"),
         (
             router.num_experts <= MOST_EXPERTS,
@@ -119,6 +125,17 @@ def require_experts(mixture: Mixture) -> None:
         ),
         (not mixture.expert.bias, "experts with biases", "experts without"),
     ]
+    if shared is not None:
+        neurons = shared.intermediate_size
+        checks += [
+            (not shared.bias, "shared experts with biases", "shared experts without"),
+            (
+                shared.activation == "silu",
+                f"the activation {shared.activation} of shared experts",
+                "silu",
+            ),
+            (neurons % 8 == 0, f"shared experts of {neurons} neurons", "a multiple of 8"),
+        ]
     for fine, given, allowed in checks:
         if not fine:
             raise ShapeUnsupported(given, allowed)

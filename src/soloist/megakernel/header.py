@@ -13,7 +13,15 @@ from soloist.megakernel.image import Image
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import LAYER, OF_EXPERTS, PHASES, PRODUCTS, Phase, phases_of
+from soloist.megakernel.program import (
+    LAYER,
+    OF_EXPERTS,
+    PHASES,
+    Phase,
+    phases_of,
+    products_of,
+    products_of_phase,
+)
 from soloist.megakernel.sampling_header import (
     sample_workspace_bytes,
     sampling_constants,
@@ -234,7 +242,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
     for name, buffer in exchanges.workspace.items():
-        if name.startswith("gated"):  # each layer knows its own
+        if name.startswith(("gated", "shared_gated")):  # each layer knows its own
             continue
         constants[f"kWs{_pascal(name)}"] = buffer.offset
         constants[f"kWs{_pascal(name)}Bytes"] = buffer.num_bytes
@@ -345,7 +353,7 @@ def _layer(
         experts = _place_of_layer(segment, first, image.experts_offset)
         yield "  // Where all experts of a layer begin, and which block has what of them."
         yield f"  {where} experts(unsigned layer) {{ return {experts}; }}"
-        yield from _indented(kind.experts.cuda())
+        yield from _indented((*kind.experts.cuda(), *_shared_mlp(plan, kind)))
     yield "  // Where a layer begins: its weights in a block's, in bytes; its vectors, in values."
     yield f"  {where} weights(unsigned layer) {{ return {weights}; }}"
     yield f"  {where} vectors(unsigned layer) {{ return {vectors}; }}"
@@ -373,10 +381,11 @@ def _run_of_phase(
         phase: which.
         variants: a layer of each kind, by the kind's number.
     """
-    numbers: dict[Operation | None, list[int]] = {}
+    numbers: dict[tuple[Operation, ...], list[int]] = {}
     for number, layer in variants.items():
-        op = image.operation(layer, phase.name) if phase.product else None
-        numbers.setdefault(op, []).append(number)
+        products = products_of_phase(phase, image.layer(layer).layer)
+        ops = tuple(image.operation(layer, product.name) for product in products)
+        numbers.setdefault(ops, []).append(number)
     function = phase.name
     if image.layer(next(iter(variants.values()))).experts and phase.name in OF_EXPERTS:
         function += "_of_experts"
@@ -394,6 +403,20 @@ def _choice_of_matrix() -> Iterator[str]:
             yield f"use({_pascal(phase.name)}{{}});"
         elif phase.product:
             yield f"if (phase == {place}u) return use({_pascal(phase.name)}{{}});"
+
+
+def _shared_mlp(plan: Plan, kind: LayerKind) -> Iterator[str]:
+    """A struct of the MLP beside a layer's experts, with what that of a layer has of its MLP."""
+    if "shared.down" not in kind.operations:
+        return
+    gated = plan.exchanges.workspace[plan.exchanges.shared_gated(kind)]
+    constants = {"kWsGated": gated.offset, "kWsGatedBytes": gated.num_bytes}
+    yield "// The MLP that all tokens take."
+    yield "struct SharedMlp {"
+    yield "  using GateUp = SharedGateUp;"
+    yield "  using Down = SharedDown;"
+    yield from _indented(_constants(constants, "static "))
+    yield "};"
 
 
 def _place_of_layer(segment: "Segment", first: int, offset: Callable[[int], int]) -> str:
@@ -550,6 +573,9 @@ def _experts(plan: Plan) -> dict[str, Value]:
     constants: dict[str, Value] = {"kMostSlots": plan.shared.most_slots}
     if kinds:
         constants["kMostExperts"] = max(experts.router.num_experts for experts in kinds)
+        constants["kMostLogits"] = max(experts.num_logits for experts in kinds)
+        constants["kHasSharedMlp"] = any("shared.down" in k.operations for k in plan.image.kinds)
+        constants["kGatesShared"] = plan.shared.gates_shared
     return constants
 
 
@@ -572,6 +598,8 @@ def _experts_of(kind: LayerKind) -> dict[str, Value]:
         "kTileBytes": experts.gate_up.unit_bytes,
         "kRowBytes": experts.down.unit_bytes,
         "kSlotColumns": experts.slot_columns,
+        "kHasSharedMlp": "shared.down" in kind.operations,
+        "kGatesShared": experts.gates_shared,
     }
 
 
@@ -624,8 +652,12 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
 
 
 def _residual(image: Image) -> str:
-    joining = [phase.name for phase in PRODUCTS if phase.product and phase.product.joins]
-    down, *others = (kind.operations[name].matrix for kind in image.kinds for name in joining)
+    down, *others = (
+        kind.operations[product.name].matrix
+        for kind in image.kinds
+        for product in products_of(kind.layer)
+        if product.joins
+    )
     for other in others:
         assert (down.units, down.blocks) == (other.units, other.blocks), "rows of the residual"
     values: dict[str, Value] = {
@@ -657,4 +689,4 @@ def _constant(name: str, value: Value) -> str:
 
 
 def _pascal(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
+    return "".join(part.capitalize() for part in name.replace(".", "_").split("_"))

@@ -9,7 +9,14 @@ from soloist.megakernel.experts import Experts
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
-from soloist.megakernel.program import OF_EXPERTS, PRODUCTS, Phase, matrix_shape, vector_sizes
+from soloist.megakernel.program import (
+    OF_EXPERTS,
+    SHARED,
+    Product,
+    matrix_shape,
+    products_of,
+    vector_sizes,
+)
 from soloist.megakernel.tile import STEP_COLUMNS, TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.config import Layer, Mixture
@@ -174,7 +181,7 @@ class LayerKind:
     Attributes:
         layer: sizes of a rank's (or lane's) share; window and rope are those of the first of them.
         hidden_size: H.
-        formats: of the four matrices, by name.
+        formats: of its matrices, by name.
         spread: over which blocks.
     """
 
@@ -186,7 +193,7 @@ class LayerKind:
     @cached_property
     def operations(self) -> dict[str, Operation]:
         """The multiplies of a layer by name, in order; those of experts are of one of them."""
-        return {phase.name: self._operation(phase) for phase in PRODUCTS}
+        return {product.name: self._operation(product) for product in products_of(self.layer)}
 
     @cached_property
     def in_blocks(self) -> dict[str, Operation]:
@@ -200,18 +207,18 @@ class LayerKind:
         """The layer's experts; None where it has an MLP."""
         if not isinstance(self.layer.mlp, Mixture):
             return None
-        matrices = (self.operations[name].matrix for name in OF_EXPERTS)
-        return Experts(self.layer.mlp.router, *matrices)
+        gate_up, down = (self.operations[name].matrix for name in OF_EXPERTS)
+        mixture = self.layer.mlp
+        return Experts(mixture.router, gate_up, down, gates_shared=mixture.gates_shared)
 
-    def _operation(self, phase: Phase) -> Operation:
-        assert phase.product is not None, "of the phases that multiply"
-        rows, columns = matrix_shape(phase, self.layer, self.hidden_size)
-        stored = dict(self.formats)[phase.name]
-        matrix = Matrix(phase.name, rows, columns, phase.product.order, self.spread.blocks, stored)
-        if isinstance(self.layer.mlp, Mixture) and phase.name == "gate_up":
+    def _operation(self, product: Product) -> Operation:
+        rows, columns = matrix_shape(product.name, self.layer, self.hidden_size)
+        stored = dict(self.formats)[product.name]
+        matrix = Matrix(product.name, rows, columns, product.order, self.spread.blocks, stored)
+        if isinstance(self.layer.mlp, Mixture) and product.name == "gate_up":
             # Which block multiplies a tile depends on the choice, so each lies on its own.
             return self.spread.in_groups(replace(matrix, blocks=matrix.units), 1)
-        if isinstance(self.layer.mlp, Mixture) and phase.name == "down":
+        if isinstance(self.layer.mlp, Mixture) and product.name == "down":
             matrix = replace(matrix, ends_in_half=matrix.may_end_in_half)
         if matrix.order is not RowOrder.PAIRED:
             return self.spread.in_groups(matrix, matrix.max_tiles)
@@ -220,8 +227,9 @@ class LayerKind:
         if not stored.is_plain:
             most = min(most, self.spread.gpu.architecture.tuning.quantized_group_tiles)
         groups = -(-matrix.max_tiles // most)
-        if groups == 1 and self.spread.is_shared:
-            # A share has few rows for each block: smaller units part them more evenly.
+        if groups == 1 and (self.spread.is_shared or product in SHARED):
+            # A share has few rows for each block, and so has an MLP beside experts: smaller units
+            # part them more evenly.
             finer = replace(matrix, order=RowOrder.FINELY_PAIRED)
             matrix = min(matrix, finer, key=lambda m: m.max_block_bytes)
         return self.spread.in_groups(matrix, -(-matrix.max_tiles // groups))
@@ -280,7 +288,7 @@ class LayerKind:
         return end_of(self._vectors_and_tables) // 4
 
     def require_fits(self) -> None:
-        """Registers hold the sums of every multiply.
+        """Registers hold the sums of every multiply; the router's rows follow each other.
 
         Raises:
             ShapeUnsupported: they do not.
@@ -291,3 +299,9 @@ class LayerKind:
             if rows > most:
                 given = f"{rows} rows of {op.matrix.name} in one of {self.spread.blocks} blocks"
                 raise ShapeUnsupported(given, f"at most {most}")
+        gate, router = (self.vectors.get(name) for name in ("shared_gate", "router"))
+        if gate is not None and router is not None:
+            (values,) = router.shape
+            if gate.offset - router.offset != values * router.value_bytes:
+                given = f"a gate of shared experts behind {values} values of a router"
+                raise ShapeUnsupported(given, "behind a multiple of 32")

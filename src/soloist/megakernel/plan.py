@@ -20,7 +20,7 @@ from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
-from soloist.megakernel.program import PRODUCTS, matrix_shape, tensor_of
+from soloist.megakernel.program import matrix_shape, place_of, products_of, tensor_of
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
@@ -108,7 +108,7 @@ class Plan:
     def _kind(self, layer: int) -> LayerKind:
         own = self.shape.kind_of(layer)
         formats = tuple(
-            (p.name, self.format_of(tensor_of(own, layer, p.name, 0))) for p in PRODUCTS
+            (p.name, self.format_of(tensor_of(own, layer, p.name, 0))) for p in products_of(own)
         )
         return LayerKind(own, self.shape.hidden_size, formats, self._spread)
 
@@ -157,7 +157,7 @@ class Plan:
         hidden_rows = max(kind.operations["down"].matrix.max_units for kind in self.image.kinds) * 8
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
-            self.queries, self.samples, self._most_slots,
+            self.queries, self.samples, self._most_slots, self._gates_shared,
         )  # fmt: skip
 
     @property
@@ -165,6 +165,11 @@ class Plan:
         """Distinct experts that the queries of a launch can choose; 0 where there are none."""
         experts = [kind.experts for kind in self.image.kinds if kind.experts]
         return max((x.most_slots(self.queries) for x in experts), default=0)
+
+    @property
+    def _gates_shared(self) -> bool:
+        """Some layer's MLP beside experts has a gate."""
+        return any(kind.experts.gates_shared for kind in self.image.kinds if kind.experts)
 
     # The stream -----------------------------------------------------------------------------------
 
@@ -330,11 +335,13 @@ def make_plan(
     kv_heads = first.shape.kv_heads
     # Every block has rows of every matrix: readers must not run ahead of the exchanges they skip.
     # Of q, k and v ranks and lanes have few; blocks without publish enough in the rest of a layer.
+    # An MLP beside experts may be small; blocks without wait for all logits of the router.
+    few = {"shared.gate_up", *(("qkv",) if first.shape.is_shared else ())}
     owned = [
         op.matrix.units
         for kind in first.image.kinds
-        for name, op in kind.operations.items()
-        if (name != "qkv" or not first.shape.is_shared) and name in kind.in_blocks
+        for name, op in kind.in_blocks.items()
+        if name not in few
     ]
     most = min(gpu.num_sms // first.shape.lanes_here, *owned)
     if most < kv_heads:
@@ -364,6 +371,11 @@ def _require_formats(plan: Plan) -> None:
     names = {f"layers.{i}.{name}" for i in layers for name in plan.image.layer(i).in_blocks}
     for layer in layers:
         names |= _formats_of_experts(plan, layer)
+        shared = plan.image.layer(layer).operations.get("shared.down")
+        if shared is not None and shared.matrix.format.super_block:
+            # Its sums join those of experts, which super-blocks deal out in another way.
+            given = f"down of shared experts in {shared.matrix.format.name}"
+            raise ShapeUnsupported(given, "formats without super-blocks")
     names |= set() if plan.share.tied_head else {"head"}
     for name, stored in plan.formats.items():
         if name not in names:
@@ -401,9 +413,8 @@ def _columns(model: ModelConfig, name: str) -> int:
     """Columns of a matrix of a model, or of a rank's share of one."""
     if not name.startswith("layers."):
         return model.hidden_size
-    _, layer, *_, short = name.split(".")
-    phase = next(phase for phase in PRODUCTS if phase.name == short)
-    return matrix_shape(phase, model.layers[int(layer)], model.hidden_size)[1]
+    layer, short = place_of(name)
+    return matrix_shape(short, model.layers[layer], model.hidden_size)[1]
 
 
 def _require_supported(model: ModelConfig, dtype: Dtype) -> None:

@@ -153,6 +153,16 @@ class Layer:
         return self.mlp.router if isinstance(self.mlp, Mixture) else None
 
     @property
+    def common_mlp(self) -> Mlp | None:
+        """The MLP that every token takes: the layer's, or one beside its experts, if there is."""
+        return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.shared
+
+    @property
+    def gates_shared(self) -> bool:
+        """An MLP beside experts has a gate."""
+        return isinstance(self.mlp, Mixture) and self.mlp.gates_shared
+
+    @property
     def each_mlp(self) -> Mlp:
         """The MLP, or what each of the experts is."""
         return self.mlp if isinstance(self.mlp, Mlp) else self.mlp.expert

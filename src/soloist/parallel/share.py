@@ -76,6 +76,13 @@ class Share:
         whole, own = self.whole.layers[layer].each_mlp, self.sizes(layer).each_mlp
         return _part(whole.intermediate_size, own.intermediate_size, self.rank)
 
+    def shared_neurons(self, layer: int) -> range:
+        """The same of the MLP beside a layer's experts: none where there is no such MLP."""
+        whole, own = self.whole.layers[layer].common_mlp, self.sizes(layer).common_mlp
+        if whole is None or own is None:
+            return range(0)
+        return _part(whole.intermediate_size, own.intermediate_size, self.rank)
+
     @property
     def vocabulary(self) -> range:
         """Which rows of the LM head are the rank's; the share may have room for more."""
@@ -119,16 +126,18 @@ def share_of(model: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def _share_of_mlp(mlp: Mlp | Mixture, ranks: int) -> Mlp | Mixture:
-    """A part of the neurons, of a mixture those of every expert."""
+    """A part of the neurons, of a mixture those of every expert and of the MLP beside them."""
     if isinstance(mlp, Mlp):
         return replace(mlp, intermediate_size=_share_rows(mlp.intermediate_size, ranks))
-    if mlp.shared is not None:
-        raise ShapeUnsupported(f"shared experts on {ranks} ranks", "experts that are chosen")
     neurons = mlp.expert.intermediate_size
     if neurons < ranks * _LEAST_NEURONS:
         given = f"experts of {neurons} neurons on {ranks} ranks"
         raise ShapeUnsupported(given, f"at least {_LEAST_NEURONS} on each")
-    return replace(mlp, expert=replace(mlp.expert, intermediate_size=_share_rows(neurons, ranks)))
+    shared = mlp.shared
+    if shared is not None:
+        shared = replace(shared, intermediate_size=_share_rows(shared.intermediate_size, ranks))
+    expert = replace(mlp.expert, intermediate_size=_share_rows(neurons, ranks))
+    return replace(mlp, expert=expert, shared=shared)
 
 
 def part_of(model: ModelConfig, ranks: int, rank: int) -> Share | LaneShare:

@@ -16,13 +16,11 @@ from torch import Tensor
 from soloist.kv.pool import PagePool
 from soloist.model.config import Mixture, ModelConfig, Router
 from soloist.model.dtype import Dtype
-from soloist.prefill.elementwise import Elementwise
-from soloist.prefill.experts import ExpertProducts, mixture_of
+from soloist.prefill.elementwise import Elementwise, widest
+from soloist.prefill.experts import ROUTER_ROWS, ExpertProducts, mixture_of
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.experts import Choice, choose
 
-# Rows that a router multiplies at once.
-ROUTER_ROWS = 256
 # Rows of a piece: an expert's share of the widest pass, within these.
 _LEAST_ROWS, _MOST_ROWS = 64, 256
 # Pieces that are multiplied at once: enough to fill a GPU, of large experts fewer.
@@ -121,8 +119,7 @@ class BatchedExperts(ExpertProducts):
         self._config, self._matrices, self._operations = config, matrices, operations
         self._hidden = config.hidden_size
         sizes = _Sizes(config, most_tokens)
-        # Only CUDA multiplies 16-bit matrices into fp32.
-        wide = torch.float32 if pool.device.type == "cuda" else pool.dtype
+        wide = widest(pool)
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=pool.device)
@@ -159,7 +156,9 @@ class BatchedExperts(ExpertProducts):
             torch.mm(self._router_input, router.mT, out=part)
         return choose(mixture_of(self._config, layer).router, logits[:tokens], correction)
 
-    def __call__(self, layer: int, normed: Tensor, choice: Choice, out: Tensor) -> None:
+    def __call__(
+        self, layer: int, normed: Tensor, choice: Choice, out: Tensor, beside: Tensor | None = None
+    ) -> None:
         """See ExpertProducts."""
         mixture = mixture_of(self._config, layer)
         tokens, k = choice.experts.shape
@@ -175,8 +174,11 @@ class BatchedExperts(ExpertProducts):
             given = self.multiply(layer, experts, x.view(*slots.shape, -1))
             results.index_copy_(0, slots.flatten(), given.flatten(0, 1))
         each, total = results[:-1].view(tokens, k, -1), self._total[:tokens]
-        torch.mul(each[:, 0], choice.shares[:, :1], out=total)
-        for i in range(1, k):
+        if beside is None:
+            torch.mul(each[:, 0], choice.shares[:, :1], out=total)
+        else:
+            total.copy_(beside)
+        for i in range(1 if beside is None else 0, k):
             total.addcmul_(each[:, i].to(total.dtype), choice.shares[:, i : i + 1])
         out.copy_(total)
 

@@ -13,8 +13,9 @@ from soloist.megakernel.plan import Plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.prefill.batched_experts import batched_bytes
-from soloist.prefill.elementwise import DTYPES
+from soloist.prefill.elementwise import DTYPES, widest
 from soloist.prefill.expert_form import packed_experts_bytes, reads_packed_experts
+from soloist.prefill.experts import shared_bytes
 from soloist.prefill.page_form import PageForm
 from soloist.prefill.residual_streams import residual_streams_of
 from soloist.prefill.widths import MOST_PADDED_TOKENS, MOST_PASS_TOKENS
@@ -83,11 +84,6 @@ def allocate(config: ModelConfig, rows: int, pool: PagePool) -> Buffers:
     )
 
 
-def widest(pool: PagePool) -> torch.dtype:
-    """Of products: only CUDA multiplies 16-bit matrices into fp32."""
-    return torch.float32 if pool.device.type == "cuda" else pool.dtype
-
-
 def prefill_bytes(
     config: ModelConfig, plan: Plan, num_pages: int, *, attends_pages: bool = False
 ) -> int:
@@ -106,6 +102,7 @@ def prefill_bytes(
         experts = packed_experts_bytes(plan, most_tokens)
     else:
         experts = batched_bytes(config, plan.dtype, most_tokens)
+    experts += shared_bytes(config, most_tokens)
     if attends_pages:
         keys = PageForm(layout, plan.shape.group, plan.dtype).partials_bytes(num_pages)
     else:
@@ -151,8 +148,8 @@ def num_bytes(*tensors: Tensor) -> int:
 def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
     a = config.layers[0].attention
-    dense = [x.dense_mlp.intermediate_size for x in config.layers if x.router is None]
-    ffn = max(dense, default=0)
+    mlps = (layer.common_mlp for layer in config.layers)
+    ffn = max((mlp.intermediate_size for mlp in mlps if mlp is not None), default=0)
     streams, hidden = residual_streams_of(config), config.hidden_size
     given = 0 if streams.ring_modules else hidden
     return {

@@ -11,8 +11,8 @@ from torch import Tensor
 from soloist.kv.pool import PagePool
 from soloist.model.config import ModelConfig
 from soloist.prefill.batched_experts import BatchedExperts
-from soloist.prefill.buffers import Buffers, allocate, widest
-from soloist.prefill.elementwise import Chunk, Delta, Elementwise
+from soloist.prefill.buffers import Buffers, allocate
+from soloist.prefill.elementwise import Chunk, Delta, Elementwise, widest
 from soloist.prefill.experts import ExpertProducts, MixturePass
 from soloist.prefill.products import Products
 from soloist.prefill.residual_streams import residual_streams_of
@@ -61,7 +61,7 @@ class Workspace:
             assert experts is not None, "experts of mixtures are needed"
             if not isinstance(experts, ExpertProducts):
                 experts = BatchedExperts(config, experts, pool, operations, most_tokens)
-            self.mixtures = MixturePass(config, experts, pool, operations)
+            self.mixtures = MixturePass(config, experts, pool, operations, most_tokens)
 
 
 class Rows(NamedTuple):

@@ -34,6 +34,7 @@ class LayerVectors:
     Attributes:
         router: [E, H], of a mixture of experts.
         router_correction: [E], of one whose scores are corrected.
+        shared_gate: [1, H], of one with a gate for the MLP beside its experts.
     """
 
     attention_norm: Tensor
@@ -46,6 +47,7 @@ class LayerVectors:
     down_bias: Tensor | None
     router: Tensor | None = None
     router_correction: Tensor | None = None
+    shared_gate: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +388,11 @@ def rope_table(rope: Rope, head_dim: int, positions: int, device: torch.device) 
     return torch.cat([table, still], 1)
 
 
+def widest(pool: PagePool) -> torch.dtype:
+    """Of products: only CUDA multiplies 16-bit matrices into fp32."""
+    return torch.float32 if pool.device.type == "cuda" else pool.dtype
+
+
 def _biased(product: Tensor, bias: Tensor | None) -> Tensor:
     return product.float() if bias is None else product.float() + bias
 
@@ -422,4 +429,5 @@ def _layer_vectors(config: ModelConfig, vectors: Vectors, layer: int) -> LayerVe
         router_correction=own(
             "router_correction", there=router is not None and router.is_corrected
         ),
+        shared_gate=own("shared_gate", there=config.layers[layer].gates_shared),
     )

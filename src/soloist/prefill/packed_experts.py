@@ -113,7 +113,9 @@ class PackedExperts(ExpertProducts):
         launch.choose(logits, correction, choice, stream)
         return choice
 
-    def __call__(self, layer: int, normed: Tensor, choice: Choice, out: Tensor) -> None:
+    def __call__(
+        self, layer: int, normed: Tensor, choice: Choice, out: Tensor, beside: Tensor | None = None
+    ) -> None:
         """See ExpertProducts."""
         experts = self._plan.image.layer(layer).experts
         assert experts is not None, "a mixture"
@@ -131,7 +133,12 @@ class PackedExperts(ExpertProducts):
         self._multiply(gate_up, rows, x, image, groups, activated, stream)
         image += gate_up.matrix.num_bytes
         self._multiply(down, rows, activated, image, groups, given, stream)
-        launch.add_shares(given, self._row_of, choice.shares, out, stream)
+        if beside is None:
+            launch.add_shares(given, self._row_of, choice.shares, out, stream)
+            return
+        total = torch.empty_like(beside, dtype=torch.float32)
+        launch.add_shares(given, self._row_of, choice.shares, total, stream)
+        torch.add(total, beside, out=out)
 
     def keeps_bits(self, layer: int, row: Tensor, router: Tensor) -> bool:  # noqa: ARG002 - by construction
         """See ExpertProducts."""

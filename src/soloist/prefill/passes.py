@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from soloist.model.config import Layer
 from soloist.prefill.buffers import Buffers
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
@@ -18,7 +19,7 @@ from soloist.prefill.products import Factor
 
 
 class Names(NamedTuple):
-    """Of one layer's matrices; gate_up and down of one that has no experts."""
+    """Of one layer's matrices; gate_up and down are those of the MLP that all tokens take."""
 
     qkv: str
     attention_output: str
@@ -42,10 +43,7 @@ class Pass:
         self, work: Workspace, attention: ChunkAttention, communicator: Communicator
     ) -> None:
         self._work, self._attention, self._communicator = work, attention, communicator
-        self.names = [
-            Names(*(f"layers.{i}.{name}" for name in Names._fields))
-            for i in range(work.config.num_layers)
-        ]
+        self.names = [_names(i, layer) for i, layer in enumerate(work.config.layers)]
 
     def layers(self, chunk: Chunk, *, want_logits: bool) -> Iterator[Stages]:
         """The stages of each layer, the head's with the last one's; each to be run through."""
@@ -101,14 +99,18 @@ class Pass:
         return self._work.attended[: len(attended)].copy_(attended)
 
     def _mlp(self, layer: int, rows: Rows) -> None:
-        """What a layer's MLP gives, or its experts."""
-        out = self._communicator.output(2 * layer + 1, rows)
-        if self._work.config.layers[layer].router is not None:
-            assert self._work.mixtures is not None, "some layer has experts"
-            self._work.mixtures(layer, rows.buffers.normed, out)
-            return
-        activated = self.activate(layer, rows.buffers)
-        self._work.products.multiply(activated, self.names[layer].down, out)
+        """What a layer's MLP gives, or its experts and what all tokens take beside them."""
+        out, kind = self._communicator.output(2 * layer + 1, rows), self._work.config.layers[layer]
+        mixtures = self._work.mixtures
+        given: Tensor | None = out
+        if kind.router is not None:
+            assert mixtures is not None, "some layer has experts"
+            given = mixtures.beside[: rows.num_rows] if kind.common_mlp is not None else None
+        if given is not None:
+            activated = self.activate(layer, rows.buffers)
+            self._work.products.multiply(activated, self.names[layer].down, given)
+        if kind.router is not None and mixtures is not None:
+            mixtures(layer, rows.buffers.normed, out, given)
 
     @property
     def keys_at(self) -> int:
@@ -118,7 +120,9 @@ class Pass:
     def activate(self, layer: int, b: Buffers) -> Factor:
         """`activated` of `normed`: gate_up and SwiGLU, as one kernel where there is one."""
         operations, products = self._work.operations, self._work.products
-        b = b.of_layer(self._work.config.layers[layer].dense_mlp.intermediate_size)
+        mlp = self._work.config.layers[layer].common_mlp
+        assert mlp is not None, "all tokens take an MLP"
+        b = b.of_layer(mlp.intermediate_size)
         name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
         if bias is None and (activated := products.gated(b.normed, name, b.activated)) is not None:
             return activated
@@ -132,6 +136,14 @@ class Pass:
             products.multiply_by(x, matrix, product)
             operations.silu_mul(b.gate_up, bias, b.activated)
         return b.activated
+
+
+def _names(number: int, layer: Layer) -> Names:
+    shared = "shared." if layer.router is not None and layer.common_mlp is not None else ""
+    at = f"layers.{number}."
+    return Names(
+        f"{at}qkv", f"{at}attention_output", f"{at}{shared}gate_up", f"{at}{shared}down"
+    )  # fmt: skip
 
 
 def _heads(b: Buffers) -> Heads:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from soloist.megakernel.program import OF_EXPERTS
+from soloist.megakernel.program import OF_EXPERTS, place_of
 from soloist.model.config import Mixture
 from soloist.prefill.invariance import attention_is_invariant, product_behaviours
 from soloist.prefill.part import Part
@@ -106,7 +106,7 @@ def products_of(part: Part) -> list[tuple[str, int]]:
     found: dict[tuple[str, Hashable], str] = {}
     for names, layer in zip(part.model_pass.names, part.work.config.layers, strict=True):
         for short, name in names._asdict().items():
-            if layer.router is not None and short in OF_EXPERTS:
+            if layer.common_mlp is None and short in OF_EXPERTS:
                 continue
             _, behaviour = part.work.products.behaviour(name)
             found.setdefault((short, behaviour), name)
@@ -121,18 +121,25 @@ def multiply_as_a_pass(part: Part, name: str, first: int, x: Tensor) -> Tensor:
 
     All streams have the same factor, and their results [T, rows] come side by side.
     """
-    work, (_, layer, short) = part.work, name.split(".")
+    work, (layer, product) = part.work, place_of(name)
+    short = product.removeprefix("shared.")
     rows = part.communicator.rows(len(x))
     b = rows.buffers
     if short in OF_EXPERTS:
-        b = b.of_layer(work.config.layers[int(layer)].dense_mlp.intermediate_size)
+        mlp = work.config.layers[layer].common_mlp
+        assert mlp is not None, "products of experts are tried elsewhere"
+        b = b.of_layer(mlp.intermediate_size)
     if short == "attention_output":
         factor = x.repeat(1, work.streams.count)
     else:
         factor = (b.activated if short == "down" else b.normed).copy_(x)
     if short == "gate_up":
-        activated = part.model_pass.activate(int(layer), rows.buffers)
+        activated = part.model_pass.activate(layer, rows.buffers)
         out = activated.values if isinstance(activated, Arranged) else activated
+    elif product == "shared.down":
+        assert work.mixtures is not None, "it lies beside experts"
+        out = work.mixtures.beside[: len(x)]
+        work.products.multiply(factor, name, out, first)
     else:
         out = b.qkv if short == "qkv" else part.communicator.output(int(short == "down"), rows)
         work.products.multiply(factor, name, out, first)

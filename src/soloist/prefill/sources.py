@@ -55,8 +55,10 @@ def prefill_sources(
         pages: how passes attend to KV pages; None where these are gathered.
     """
     streams = residual_streams_of(config)
-    mlps = dict.fromkeys(layer.each_mlp.intermediate_size for layer in config.layers)  # in order
-    dense = {layer.each_mlp.intermediate_size for layer in config.layers if layer.router is None}
+    found = [mlp for x in config.layers for mlp in (x.each_mlp, x.common_mlp) if mlp is not None]
+    mlps = dict.fromkeys(mlp.intermediate_size for mlp in found)  # in order
+    common = [layer.common_mlp for layer in config.layers]
+    dense = {mlp.intermediate_size for mlp in common if mlp is not None}
     specs = {n // streams.count: header(config, dtype, ranks, n) for n in mlps}
     spec, head_dim = next(iter(specs.values())), config.layers[0].attention.head_dim
     attention = None if pages is None else pages.source

@@ -9,13 +9,13 @@ from dataclasses import replace
 from math import gcd
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.program import PRODUCTS, Phase, matrix_shape
+from soloist.megakernel.program import PRODUCTS, SHARED, matrix_shape, place_of
 from soloist.megakernel.weight_format import GROUPS, WeightFormat, quantized_format
 from soloist.model.config import ModelConfig
 from soloist.model.quantized import Quantized
 from soloist.parallel.share import share_of
 
-_PHASES = {phase.name: phase for phase in PRODUCTS}
+_PRODUCTS = {product.name: product for product in (*PRODUCTS, *SHARED)}
 
 
 def formats_of(
@@ -36,8 +36,8 @@ def formats_of(
 
 
 def _format(name: str, stored: Quantized, config: ModelConfig, ranks: int) -> WeightFormat | None:
-    short = name.rpartition(".")[2]
-    if short not in _PHASES and (name != "head" or config.tied_head):
+    short = _short(name)
+    if short not in _PRODUCTS and (name != "head" or config.tied_head):
         return None
     if short == "qkv" and _mixes_rows(stored, config):
         stored = replace(stored, scale_rows=1)
@@ -69,18 +69,21 @@ def _mixes_rows(stored: Quantized, config: ModelConfig) -> bool:
 
 def _is_cut_by_columns(short: str) -> bool:
     """Ranks have some of a matrix's columns each, and all of its rows."""
-    product = _PHASES[short].product if short in _PHASES else None
-    return product is not None and product.joins
+    return short in _PRODUCTS and _PRODUCTS[short].joins
+
+
+def _short(name: str) -> str:
+    """Of a layer's matrix the name of its product; of another tensor its own."""
+    return place_of(name)[1] if name.startswith("layers.") else name
 
 
 def _common_columns(name: str, config: ModelConfig, ranks: int) -> int:
     """A number of columns that divides every piece of a row that a rank may have."""
     if name == "head":
         return config.hidden_size
-    _, layer, *_, short = name.split(".")
-    whole, own = (x.layers[int(layer)] for x in (config, share_of(config, ranks)))
-    phase: Phase = _PHASES[short]
-    sizes = [matrix_shape(phase, x, config.hidden_size)[1] for x in (whole, own)]
+    layer, short = place_of(name)
+    whole, own = (x.layers[layer] for x in (config, share_of(config, ranks)))
+    sizes = [matrix_shape(short, x, config.hidden_size)[1] for x in (whole, own)]
     if short == "attention_output":
         sizes.append(whole.attention.head_dim)  # heads of a rank need not follow each other
     return gcd(*sizes)

@@ -38,7 +38,8 @@ def packed_bytes(plan: Plan) -> int:
     table_values = 0 if plan.share.tied_head else plan.model.vocab_size * plan.model.hidden_size
     weights = plan.image.num_bytes + plan.image.experts_bytes
     for mixture in plan.share.mixtures:
-        weights += mixture.router.num_experts * plan.model.hidden_size * Dtype.FP32.num_bytes
+        rows = mixture.router.num_experts + mixture.gates_shared
+        weights += rows * plan.model.hidden_size * Dtype.FP32.num_bytes
     return weights + table_values * plan.dtype.num_bytes
 
 

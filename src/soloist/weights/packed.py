@@ -75,7 +75,7 @@ def pack_weights(
             put_matrix(layer, name, f"layers.{layer}.{name}")
         for name in kind.vectors:
             values = take(f"layers.{layer}.{name}")
-            values = values.flatten() if name == "router" else values
+            values = values.flatten() if name in ("router", "shared_gate") else values
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
     experts = _packed_experts(plan, weights, device)
     put_vector(layout.final_norm_offset, take("final_norm"))

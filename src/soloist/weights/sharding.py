@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from soloist.model.config import ModelConfig
+from soloist.model.config import Mlp, ModelConfig
 from soloist.model.quantized import COLUMNS
 from soloist.parallel.lanes import LaneShare
 from soloist.parallel.share import Share, padded, share_of
@@ -45,14 +45,25 @@ def _cut(share: Share, layer: int, short: str, values: Tensor) -> Tensor:
         columns = _columns_of(share.query_heads, attention.head_dim)
         return _own_columns(values, columns, attention.num_query_heads * attention.head_dim)
     if short in ("gate_up", "gate_up_bias", "down"):
-        places = padded(share.neurons(layer), sizes.each_mlp.intermediate_size)
-        if short != "down":
-            return torch.cat([_taken(half, places) for half in values.chunk(2)])
-        return _own_columns(values, places, share.whole.layers[layer].each_mlp.intermediate_size)
+        mlps = share.whole.layers[layer].each_mlp, sizes.each_mlp
+        return _own_neurons(short, values, *mlps, share.neurons(layer))
+    if short in ("shared.gate_up", "shared.down"):
+        shared, share_of_it = share.whole.layers[layer].common_mlp, sizes.common_mlp
+        assert shared is not None, "an MLP beside experts"
+        assert share_of_it is not None, "and a share of it"
+        return _own_neurons(short, values, shared, share_of_it, share.shared_neurons(layer))
     if short == "head":
         rows = share_of(share.whole, share.ranks).vocab_size
         return _taken(values, padded(share.vocabulary, rows))
     return values
+
+
+def _own_neurons(short: str, values: Tensor, whole: Mlp, own: Mlp, neurons: range) -> Tensor:
+    """Some neurons of an MLP's gate and up, or of its `down`, and zeros up to a share's size."""
+    places = padded(neurons, own.intermediate_size)
+    if short.endswith("down"):
+        return _own_columns(values, places, whole.intermediate_size)
+    return torch.cat([_taken(half, places) for half in values.chunk(2)])
 
 
 def _in_halves(model: ModelConfig, layer: int, short: str, values: Tensor) -> Tensor:
@@ -67,11 +78,13 @@ def _in_halves(model: ModelConfig, layer: int, short: str, values: Tensor) -> Te
 def _place(name: str) -> tuple[int, str]:
     """(layer, name in it) of a tensor; of one outside the layers 0 and its whole name.
 
-    Tensors of experts have the names that those of an MLP have.
+    Tensors of experts have the names that those of an MLP have, and parts of a matrix its name.
     """
     if not name.startswith("layers."):
         return 0, name.split(".", maxsplit=1)[0]
     _, layer, short, *more = name.split(".")
+    if short == "shared":
+        return int(layer), f"{short}.{more[0]}"
     return int(layer), more[1] if short == "experts" else short
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
-from soloist.megakernel.program import OF_EXPERTS
+from soloist.megakernel.program import OF_EXPERTS, place_of
 from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.numbers import as_numbers, write_numbers
@@ -40,10 +40,7 @@ class Unpacked:
         """[out, in] or [L, out, in], contiguous."""
         if name == "embedding" and self._table is not None:
             return self._table
-        layer, short = 0, "head"
-        if name not in ("embedding", "head"):
-            _, number, short = name.split(".")
-            layer = int(number)
+        layer, short = (0, "head") if name in ("embedding", "head") else place_of(name)
         operation = self._plan.image.operation(layer, short)
         parts = [
             self._row_major(operation, layer, gather(self._plan, operation, layer, image))
@@ -161,19 +158,22 @@ def tables_of_columns(plan: Plan, packed: PackedWeights) -> dict[str, Tensor]:
 
 
 def routers_of(plan: Plan, packed: PackedWeights) -> dict[str, Tensor]:
-    """Routers [E, H], and what corrects their scores [E], by name; views of what the kernel has."""
+    """Routers [E, H], what corrects their scores [E], and gates [1, H] of MLPs beside experts.
+
+    By name; views of what the kernel has.
+    """
     found, image = {}, plan.image
     for layer in range(plan.shape.num_layers):
         experts = image.layer(layer).experts
         if experts is None:
             continue
-        for name in ("router", "router_correction"):
+        for name in ("router", "router_correction", "shared_gate"):
             if (vector := image.layer(layer).vectors.get(name)) is not None:
                 start, count = image.vector_offset(layer, name), vector.shape[0]
                 values = packed.vectors[start : start + count]
-                found[f"layers.{layer}.{name}"] = (
-                    values.view(experts.router.num_experts, -1) if name == "router" else values
-                )
+                if name != "router_correction":
+                    values = values.view(-1, plan.model.hidden_size)
+                found[f"layers.{layer}.{name}"] = values
     return found
 
 

@@ -68,7 +68,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reads", [_Reads.ROWS, _Reads.UNPACKED], ids=["rows", "unpacked"])
 @pytest.mark.parametrize("kind", [None, "fp8-block", "int4"], ids=str)
-@pytest.mark.parametrize("name", ["half steps", "some layers dense"])
+@pytest.mark.parametrize("name", ["half steps", "some layers dense", "shared, gated"])
 def test_prompts_of_what_was_loaded(name: str, kind: str | None, reads: _Reads) -> None:
     config = MIXTURES[name]
     stored = alike(config, kind) if kind else {}

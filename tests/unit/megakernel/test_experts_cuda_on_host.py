@@ -80,7 +80,10 @@ struct L {
   static constexpr bool kSigmoid = %(sigmoid)s, kCorrected = %(corrected)s, kNormalises = %(normalises)s;
   static constexpr float kLeastSum = %(least_sum)sf, kRouterScale = %(scale)sf;
 };
-struct M { static constexpr u32 kMostSlots = %(slots)s, kMostExperts = L::kExperts; };
+struct M {
+  static constexpr u32 kMostSlots = %(slots)s, kMostExperts = L::kExperts;
+  static constexpr bool kGatesShared = %(gates)s;
+};
 #include "tile/slots.cuh"
 
 static float logits[kMostQueries][L::kExperts], corrections[L::kExperts];
@@ -157,7 +160,7 @@ def run(router: Router, logits: Tensor, correction: Tensor, folder: Path) -> lis
         "corrected": str(router.is_corrected).lower(),
         "normalises": str(router.normalises).lower(),
         "least_sum": float(router.least_sum), "scale": float(router.scale),
-        "slots": min(experts, MAX_QUERIES * chosen),
+        "slots": min(experts, MAX_QUERIES * chosen), "gates": "true",
     }  # fmt: skip
     text = {
         "ptx/mma.cuh": WARP,

@@ -169,11 +169,12 @@ int main(int, char** given) {
           ring.take(part_of_phase<Model>(params.image, layer, phase));
           continue;
         }
+        if constexpr (Model::kHasSharedMlp)
+          if (has_shared_part<Model>(layer))
+            ring.take(shared_part_of_phase<Model>(params.image, layer, phase));
         if (phase == kGateUpPhase) {
           // What comes next through the ring comes before the choice, as far as there is room.
-          const bool last = layer + 1 == Model::kLayers;
-          const Part next = last ? part_of<Model, Model::Head>(params.image, 0)
-                                 : part_of_phase<Model>(params.image, layer + 1, 0);
+          const Part next = part_after_choice<Model>(params.image, layer);
           const u32 count = min(slots_of(next), Model::kRingSlots);
           for (u32 i = 0; i < count; ++i) {
             const u32 at = ring.slot + i, wraps = at >= Model::kRingSlots;
@@ -186,8 +187,8 @@ int main(int, char** given) {
             slots.expert[s] = (s * 2 + n + layer) % Model::kMostExperts;
           pass(chosen);
         }
-        for (u32 i = 0; i < num_parts<Model>(slots, layer, phase); ++i)
-          experts.take(part_of_phase<Model>(params, slots, layer, phase, i));
+        for (u32 i = 0; i < num_expert_parts<Model>(slots, layer, phase); ++i)
+          experts.take(expert_part<Model>(params, slots, layer, phase, i));
       }
     ring.take(part_of<Model, Model::Head>(params.image, 0));
     control.stop = n + 1 == rounds;
@@ -231,7 +232,9 @@ def program(plan: Plan, queries: int, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
-@pytest.mark.parametrize("name", ["softmax", "some layers dense"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "some layers dense", "shared, gated", "shared of several sizes"]
+)
 def test_chosen_experts_have_a_ring_of_their_own(name: str, queries: int, tmp_path: Path) -> None:
     """Every block gets what it multiplies, and never waits for a choice with an empty ring."""
     plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS)).with_room_for(queries, samples=False)

@@ -71,7 +71,7 @@ def vectors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: values.float()
         for name, values in weights.items()
-        if values.ndim == 1 or name.endswith("router")
+        if values.ndim == 1 or name.endswith(("router", "shared_gate"))
     }
 
 

@@ -27,6 +27,7 @@ from soloist.prefill.batched_experts import (
     pieces_at_once,
     pieces_of,
 )
+from soloist.prefill.experts import shared_bytes
 from soloist.prefill.packed_matrices import require_packed_prompts
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
@@ -36,7 +37,7 @@ from soloist.reference.experts import choose
 from soloist.weights.memory import unpacked_experts_bytes
 from soloist.weights.packed import pack_weights
 from soloist.weights.sharding import shard_all
-from soloist.weights.unpacking import UnpackedExperts, routers_of
+from soloist.weights.unpacking import Unpacked, UnpackedExperts, routers_of
 from unit.prefill.models import matrices, random_weights, vectors
 
 CPU = torch.device("cpu")
@@ -83,10 +84,14 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_16_bits_stay_near(dtype: torch.dtype) -> None:
-    config = MIXTURES["corrected sigmoids"]
+@pytest.mark.parametrize("name", ["corrected sigmoids", "shared, gated"])
+def test_16_bits_stay_near(name: str, dtype: torch.dtype) -> None:
+    config = MIXTURES[name]
     weights, ids = random_weights(config), prompt(config, TOKENS)
-    rounded = {k: v if "router" in k else v.to(dtype).float() for k, v in weights.items()}
+    exact = ("router", "shared_gate")
+    rounded = {
+        k: v if any(x in k for x in exact) else v.to(dtype).float() for k, v in weights.items()
+    }
     wanted = reference_logits(config, rounded, ids)
     run = prefill(config, weights, dtype)
     errors = []
@@ -98,7 +103,7 @@ def test_16_bits_stay_near(dtype: torch.dtype) -> None:
     assert float(torch.stack(errors).median()) < 0.02
 
 
-@pytest.mark.parametrize("name", ["softmax", "mixtral", "corrected sigmoids"])
+@pytest.mark.parametrize("name", ["softmax", "mixtral", "corrected sigmoids", "shared, gated"])
 def test_experts_give_a_token_the_same_bits_whoever_else_is_there(name: str) -> None:
     """In passes of any number of rows, in any order, beside any other tokens."""
     config = MIXTURES[name]
@@ -110,7 +115,8 @@ def test_experts_give_a_token_the_same_bits_whoever_else_is_there(name: str) -> 
 
     def given(rows: Tensor) -> Tensor:
         out = torch.empty(rows.shape, dtype=torch.bfloat16)
-        mixtures(0, rows, out)
+        # What the MLP beside them gives, if there is one, is a product that is tried on its own.
+        mixtures(0, rows, out, rows.flip(1) if mixtures.beside.numel() else None)
         return out
 
     whole = given(normed)
@@ -192,9 +198,11 @@ def test_experts_come_out_of_what_the_kernel_reads(name: str, ranks: int) -> Non
                 seen = unpacked(layer, torch.tensor(numbers))
                 for ours, theirs in zip(seen, rows(layer, torch.tensor(numbers)), strict=True):
                     assert torch.equal(ours, theirs)
-            for end in ("router", *(["router_correction"] if kind.router.is_corrected else [])):
-                at = f"layers.{layer}.{end}"
-                assert torch.equal(routers[at], weights[at].float())
+            ends = ("router", "router_correction", "shared_gate")
+            for at in (f"layers.{layer}.{end}" for end in ends):
+                assert (at in routers) == (at in weights)
+                if at in weights:
+                    assert torch.equal(routers[at], weights[at].float())
 
 
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int8"])
@@ -218,18 +226,20 @@ def test_quantised_experts_come_out_as_the_numbers_that_they_stand_for(
     assert unpacked.num_bytes <= unpacked_experts_bytes(plan, at_once)
 
 
-def test_what_is_unpacked_gives_the_bits_of_rows() -> None:
-    config = MIXTURES["some layers dense"]
+@pytest.mark.parametrize("name", ["some layers dense", "shared of several sizes"])
+def test_what_is_unpacked_gives_the_bits_of_rows(name: str) -> None:
+    """Of experts, and of what all tokens take beside them."""
+    config = MIXTURES[name]
     weights, plan = random_weights(config), plan_of(config)
-    rounded = {k: v if "router" in k else v.bfloat16() for k, v in weights.items()}
+    exact = ("router", "shared_gate")
+    rounded = {k: v if any(x in k for x in exact) else v.bfloat16() for k, v in weights.items()}
     packed = pack_weights(plan, shard_all(plan.part_of(0), rounded), CPU)
     ids, wanted = prompt(config, TOKENS), prefill(config, weights, torch.bfloat16)
     own = shard_all(Share(config, 1, 0), weights)
     a = config.layers[0].attention
     pool = PagePool(config.num_layers, a.num_kv_heads, a.head_dim, 4, torch.bfloat16, CPU)
-    held = matrices(own, torch.bfloat16)
-    products = Products(held.__getitem__, UnpackedExperts(plan, packed))
-    norms = {k: v for k, v in vectors(own).items() if "router" not in k}
+    products = Products(Unpacked(plan, packed), UnpackedExperts(plan, packed))
+    norms = {k: v for k, v in vectors(own).items() if not any(x in k for x in exact)}
     part = Part(
         Share(config, 1, 0), products, norms | routers_of(plan, packed), pool, most_tokens=CONTEXT
     )
@@ -255,7 +265,8 @@ def test_buffers_take_no_more_than_the_estimate_says() -> None:
         mixtures = run.parts[0].work.mixtures
         assert mixtures is not None
         # On CUDA products are fp32.
-        assert mixtures.num_bytes <= batched_bytes(config, Dtype.BF16, CONTEXT), name
+        estimate = batched_bytes(config, Dtype.BF16, CONTEXT) + shared_bytes(config, CONTEXT)
+        assert mixtures.num_bytes <= estimate, name
         plan = plan_of(config)
         unpacked = UnpackedExperts(plan, pack_weights(plan, random_weights(config), CPU))
         for layer, kind in enumerate(config.layers):

@@ -44,7 +44,7 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
   using M = typename L::M;
   constexpr u32 kChunks = L::Down::kColumns / 8;
   const u32 first = L::first_router_row(block), chosen = queries * L::kChosen;
-  clear_words(exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch), M::kMostExperts * 4, queries, first,
+  clear_words(exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch), M::kMostLogits * 4, queries, first,
               L::first_router_row(block + 1) - first, lane);
   u8* gated = exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, epoch);
   const u32 count = (chosen < L::kExperts ? chosen : L::kExperts) * queries * kChunks;
@@ -52,6 +52,13 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
   for (u32 i = block * 32 + lane; i < count; i += M::kLaneBlocks * 32)
     store_exchanged(operand_value(gated, i / kChunks % queries, i / kChunks / queries * L::kSlotColumns + i % kChunks * 8),
                     make_uint4(kSentinel, kSentinel, kSentinel, kSentinel));
+  if constexpr (L::kHasSharedMlp) {
+    using Mlp = typename L::SharedMlp;
+    using GateUp = typename Mlp::GateUp;
+    constexpr u32 kNeurons = GateUp::kUnitHalves * 4;
+    clear_operand(exchange_copy<M>(params, Mlp::kWsGated, Mlp::kWsGatedBytes, epoch), queries, GateUp::first_unit(block) * kNeurons,
+                  GateUp::num_units(block) * kNeurons, lane);
+  }
 }
 
 // Once a layer, in gate_up, for the layer after the next one: all but gated values of this layer are published, and

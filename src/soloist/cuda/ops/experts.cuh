@@ -1,4 +1,5 @@
-// A layer of experts: the router and the choice, then gate_up and down of those that were chosen.
+// A layer of experts: the router and the choice, then gate_up and down of those that were chosen. An MLP beside them, which all
+// tokens take, is multiplied before the choice is known, and its sums are the first that join a row's total.
 //
 // Every block computes the choice for itself from the logits of all blocks, so that it is the same in all. Experts are
 // addressed by the choice: `first_tile` of the generated header says which tiles of gate_up a block has, counted over all
@@ -21,7 +22,7 @@ __device__ __forceinline__ auto& expert_ring(Context<M>& cx) {
 template <class M>
 __device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
   u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
-  return reinterpret_cast<float*>(now) + query * M::kMostExperts;
+  return reinterpret_cast<float*>(now) + query * M::kMostLogits;
 }
 
 // One row of the router times all queries: eight columns to a thread at a time.
@@ -100,14 +101,48 @@ __device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 la
     for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(logit[i]);
     if (__all_sync(~0u, ready)) break;
   }
+  if constexpr (L::kGatesShared) {
+    float gate;
+    do gate = load_exchanged(logits + L::kExperts);
+    while (!is_present(gate));
+    if (cx.lane == 0) expert_slots<M>(cx.shared.base).shared_share[cx.warp] = sigmoid(gate);
+  }
   cx.mark();
   return ExpertChoice<L>(logit, correction, cx.lane);
+}
+
+// gate_up of the MLP that all tokens take. What it is multiplied with is there, and by what products are.
+template <class L, class M>
+__device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
+  using Mlp = typename L::SharedMlp;
+  using GateUp = typename Mlp::GateUp;
+  constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
+  static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
+  const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
+  const GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
+  if constexpr (kOneGroup) {
+    Sums<GateUp> sums;
+    multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, [] {});
+    publish_gated<Mlp>(cx, sums, units, first, nullptr);
+  } else {
+    Ahead<GateUp> ahead;
+    ahead.fill(operand);
+#pragma unroll 1
+    for (u32 group = 0; group < units; group += GateUp::kTiles) {
+      const u32 tiles = min(GateUp::kTiles, units - group);
+      if (GateUp::kSteps % GateUp::kDepth != 0 && group) ahead.fill(operand);
+      Sums<GateUp> sums;
+      multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
+      publish_gated<Mlp>(cx, sums, tiles, first + group * kUnitNeurons<GateUp>, nullptr);
+    }
+  }
 }
 
 template <class L, class M>
 __device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
   cx.begin(Phase::kRouter);
   const u32 first = L::first_router_row(cx.block), end = L::first_router_row(cx.block + 1);
+  // Behind the rows of experts there may be one of the MLP that all tokens take.
   const float* weights = cx.vectors(L::vectors(layer)) + L::kVecRouter;
   u8* operand = stream_operand<MidStream<M>>(cx, cx.layers_done);
   float* parts = reinterpret_cast<float*>(cx.shared.base + M::kShExpertLogits);  // [row % 2][warp][query]
@@ -141,6 +176,7 @@ __device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
       store_exchanged(expert_logits<M>(cx.params, cx.layers_done, cx.warp) + r, present(sum * factor));
     }
   }
+  if constexpr (L::kHasSharedMlp) gate_up_of_shared<L>(cx, layer);
   cx.mark();
   ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
   if (cx.warp < cx.queries) {
@@ -254,6 +290,26 @@ __device__ __forceinline__ void add_slot(Sums<Op>& totals, const Sums<Op>& sums,
       if (chose >> i % 2 & 1) totals.c[t][0][i] = __fmaf_rn(sums.total(t, i), share[i % 2], totals.c[t][0][i]);
 }
 
+// A warp's sums begin with those of the MLP that all tokens take, times what it counts for.
+template <class L, class M>
+__device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units, Sums<typename L::Down>& totals) {
+  using Down = typename L::SharedMlp::Down;
+  static_assert(Down::kTiles == L::Down::kTiles && !kDealsTiles<Down>, "the plan refuses such formats");
+  const GlobalOperand<Down> operand(gated_operand<typename L::SharedMlp>(cx, cx.layers_done), cx, L::vectors(layer));
+  Sums<Down> sums;
+  multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
+  const u32 query = kRoomQueries > 1 ? cx.lane % 4 * 2 : 0;
+  float share[2] = {1.0f, 1.0f};
+  if constexpr (L::kGatesShared) {
+    const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+    share[0] = slots.shared_share[query];
+    if constexpr (kRoomQueries > 1) share[1] = slots.shared_share[query + 1];
+  }
+#pragma unroll
+  for (u32 t = 0; t < Down::kTiles; ++t)
+    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2) totals.c[t][0][i] = sums.total(t, i) * share[i % 2];
+}
+
 template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
@@ -273,7 +329,15 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   Sums<Down> totals;
   totals.clear();
   Ahead<Down> ahead;
-  if constexpr (kAtOnce) {
+  if constexpr (L::kHasSharedMlp) {
+    // With several queries there are too few registers to ask for a slot's activations meanwhile.
+    constexpr bool kAsks = kAtOnce && kMostQueries == 1;
+    const auto operand = slot_operand<L>(cx, gated, 0, slots.queries[0], layer);
+    if constexpr (kAsks) ask_for_slot(ahead, operand);
+    add_shared<L>(cx, layer, units, totals);
+    if constexpr (kAtOnce)
+      if (!kAsks || !has_come(ahead)) ahead.fill(operand);
+  } else if constexpr (kAtOnce) {
     ahead.fill(slot_operand<L>(cx, gated, 0, slots.queries[0], layer));
     cx.arrived();
   }
@@ -299,7 +363,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
       if constexpr (kConverting) __syncwarp();  // the same
       multiply_owned<Down>(expert_ring(cx), cx.warp, cx.lane, units, operand, sums, [&] {
-        if (slot == 0) cx.arrived();
+        if (!L::kHasSharedMlp && slot == 0) cx.arrived();
       });
     }
     add_slot<Down>(totals, sums, slots, slot, cx.lane);

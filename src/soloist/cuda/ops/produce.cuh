@@ -167,44 +167,38 @@ struct Producer {
   }
 };
 
-// How many parts a block streams of a phase of a layer: of chosen experts each tile of gate_up, each slot of `down`.
+// How many parts a block streams of chosen experts in a phase: each tile of gate_up, or of `down` each slot.
 template <class M>
-__device__ __forceinline__ u32 num_parts(const ExpertSlots<M>& slots, u32 layer, u32 phase) {
-  u32 count = 1;
-  M::of_layer(layer, [&](auto kind) {
-    using L = decltype(kind);
-    if constexpr (L::kExperts > 0) {
+__device__ __forceinline__ u32 num_expert_parts(const ExpertSlots<M>& slots, u32 layer, u32 phase) {
+  u32 count = slots.count;
+  if (phase == kGateUpPhase)
+    M::of_layer(layer, [&](auto kind) {
+      using L = decltype(kind);
       const u32 block = lane_block<M>();
-      if (phase == kGateUpPhase) count = L::first_tile(block + 1, slots.count) - L::first_tile(block, slots.count);
-      else if (phase > kGateUpPhase) count = slots.count;
-    }
-  });
+      if constexpr (L::kExperts > 0) count = L::first_tile(block + 1, slots.count) - L::first_tile(block, slots.count);
+    });
   return count;
 }
 // The n-th of them.
 template <class M>
-__device__ __forceinline__ Part part_of_phase(const Params& params, const ExpertSlots<M>& slots, u32 layer, u32 phase, u32 n) {
+__device__ __forceinline__ Part expert_part(const Params& params, const ExpertSlots<M>& slots, u32 layer, u32 phase, u32 n) {
   Part part;
   M::of_layer(layer, [&](auto kind) {
     using L = decltype(kind);
     if constexpr (L::kExperts > 0) {
-      if (phase >= kGateUpPhase) {
-        using GateUp = typename L::GateUp;
-        using Down = typename L::Down;
-        const u32 block = lane_block<M>();
-        const bool is_down = phase > kGateUpPhase;
-        const u32 tile = L::first_tile(block, slots.count) + n, slot = is_down ? n : tile / GateUp::kUnits;
-        const u64 within = is_down ? L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes
-                                   : static_cast<u64>(tile % GateUp::kUnits) * L::kTileBytes;
-        part = Part{params.experts + L::experts(layer) + static_cast<u64>(slots.expert[slot]) * L::kExpertBytes + within,
-                    !is_down ? 2 : Down::kEndsInHalf ? 1 : Down::num_units(block),
-                    !is_down ? GateUp::kSteps : Down::kEndsInHalf ? 2 * Down::kSteps - 1 : Down::kSteps,
-                    2 * (is_down ? Down::kHalfTileBytes * Down::kSlotTiles : GateUp::kHalfTileBytes * GateUp::kSlotTiles),
-                    is_down ? Down::kHalfTileBytes : GateUp::kHalfTileBytes};
-        return;
-      }
+      using GateUp = typename L::GateUp;
+      using Down = typename L::Down;
+      const u32 block = lane_block<M>();
+      const bool is_down = phase > kGateUpPhase;
+      const u32 tile = L::first_tile(block, slots.count) + n, slot = is_down ? n : tile / GateUp::kUnits;
+      const u64 within = is_down ? L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes
+                                 : static_cast<u64>(tile % GateUp::kUnits) * L::kTileBytes;
+      part = Part{params.experts + L::experts(layer) + static_cast<u64>(slots.expert[slot]) * L::kExpertBytes + within,
+                  !is_down ? 2 : Down::kEndsInHalf ? 1 : Down::num_units(block),
+                  !is_down ? GateUp::kSteps : Down::kEndsInHalf ? 2 * Down::kSteps - 1 : Down::kSteps,
+                  2 * (is_down ? Down::kHalfTileBytes * Down::kSlotTiles : GateUp::kHalfTileBytes * GateUp::kSlotTiles),
+                  is_down ? Down::kHalfTileBytes : GateUp::kHalfTileBytes};
     }
-    L::of_phase(phase, [&](auto matrix) { part = part_of<M, decltype(matrix)>(params.image, L::weights(layer)); });
   });
   return part;
 }
@@ -215,11 +209,37 @@ __device__ __forceinline__ bool is_of_experts(u32 layer, u32 phase) {
   M::of_layer(layer, [&](auto kind) { is = decltype(kind)::kExperts > 0 && phase >= kGateUpPhase; });
   return is;
 }
+// Of them, those that begin with a matrix of the MLP that all tokens take, which hangs on no choice.
 template <class M>
-__device__ __forceinline__ bool waits_for_choice(u32 layer, u32 phase) {
-  return phase == kGateUpPhase && is_of_experts<M>(layer, phase);
+__device__ __forceinline__ bool has_shared_part(u32 layer) {
+  bool has = false;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0) has = L::kHasSharedMlp;
+  });
+  return has;
 }
-
+template <class M>
+__device__ __forceinline__ Part shared_part_of_phase(const u8* image, u32 layer, u32 phase) {
+  Part part;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (L::kExperts > 0)
+      if constexpr (L::kHasSharedMlp) {
+        using Mlp = typename L::SharedMlp;
+        if (phase == kGateUpPhase) part = part_of<M, typename Mlp::GateUp>(image, L::weights(layer));
+        else part = part_of<M, typename Mlp::Down>(image, L::weights(layer));
+      }
+  });
+  return part;
+}
+// What comes next through the ring when a layer's choice is awaited: of the layer itself, of the next one, or the head.
+template <class M>
+__device__ __forceinline__ Part part_after_choice(const u8* image, u32 layer) {
+  if constexpr (M::kHasSharedMlp)
+    if (has_shared_part<M>(layer)) return shared_part_of_phase<M>(image, layer, kGateUpPhase + 1);
+  return layer + 1 == M::kLayers ? part_of<M, typename M::Head>(image, 0) : part_of_phase<M>(image, layer + 1, 0);
+}
 // While a layer's choice is not known, and as far as the ring has room: slots of what comes next through it. Returns how many.
 template <class M>
 __device__ __forceinline__ u32 stream_ahead(Producer<M>& p, const Part& part, u32 chosen_barrier, u32 choices) {
@@ -264,28 +284,25 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
       p.of_head = layer == M::kLayers;
       if constexpr (M::kMostSlots > 0) {
         const auto& chosen = *reinterpret_cast<const ExpertSlots<M>*>(reinterpret_cast<const u8*>(control) - M::kShControl + M::kShChoice);
-        if (!p.of_head && waits_for_choice<M>(layer, phase)) {
-          if constexpr (M::kExpertSlots > 0) {
-            p.of_head = layer + 1 == M::kLayers;
-            const Part next = p.of_head ? part_of<M, typename M::Head>(params.image, 0) : part_of_phase<M>(params.image, layer + 1, 0);
-            begin = stream_ahead(p, next, chosen_barrier, choices);
-            p.of_head = false;
+        if (!p.of_head && is_of_experts<M>(layer, phase)) {
+          if constexpr (M::kHasSharedMlp)
+            if (has_shared_part<M>(layer)) {
+              p.weights(shared_part_of_phase<M>(params.image, layer, phase), begin);
+              begin = 0;
+            }
+          if (phase == kGateUpPhase) {
+            if constexpr (M::kExpertSlots > 0) begin = stream_ahead(p, part_after_choice<M>(params.image, layer), chosen_barrier, choices);
+            mbarrier_wait(chosen_barrier, choices++ & 1);
           }
-          mbarrier_wait(chosen_barrier, choices++ & 1);
-        }
-        if constexpr (M::kExpertSlots > 0) {
-          if (!p.of_head && is_of_experts<M>(layer, phase)) {
-            const u32 count = num_parts<M>(chosen, layer, phase);
+          const u32 count = num_expert_parts<M>(chosen, layer, phase);
 #pragma unroll 1
-            for (u32 n = 0; n < count; ++n) of_experts.weights(part_of_phase<M>(params, chosen, layer, phase, n));
-            continue;
+          for (u32 n = 0; n < count; ++n) {
+            const Part part = expert_part<M>(params, chosen, layer, phase, n);
+            if constexpr (M::kExpertSlots > 0) of_experts.weights(part);
+            else p.weights(part);
           }
+          continue;
         }
-        const u32 count = p.of_head ? 1 : num_parts<M>(chosen, layer, phase);
-#pragma unroll 1
-        for (u32 n = 0; n < count; ++n, begin = 0)
-          p.weights(p.of_head ? part_of<M, typename M::Head>(params.image, 0) : part_of_phase<M>(params, chosen, layer, phase, n), begin);
-        continue;
       }
       Part part;
       if (layer == M::kLayers) part = part_of<M, typename M::Head>(params.image, 0);

@@ -16,6 +16,8 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
   return x;
 }
 
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + exp2_fast(-1.4426950408889634f * x)); }
+
 template <class L>
 struct ExpertChoice {
   static constexpr u32 kEach = (L::kExperts + 31) / 32;
@@ -54,7 +56,7 @@ struct ExpertChoice {
     constexpr float kLog2E = 1.4426950408889634f;
     if constexpr (L::kSigmoid) {
 #pragma unroll
-      for (u32 i = 0; i < kEach; ++i) share[i] = 1.0f / (1.0f + exp2_fast(-kLog2E * logit[i]));
+      for (u32 i = 0; i < kEach; ++i) share[i] = sigmoid(logit[i]);
       return;
     }
     float top = -kInfinity;

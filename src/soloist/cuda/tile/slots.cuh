@@ -2,8 +2,16 @@
 #pragma once
 #include "tile/expert_choice.cuh"
 
+// What the result of an MLP beside experts is multiplied by, where it has a gate.
+template <class M, bool kGatesShared>
+struct SharedShares {};
 template <class M>
-struct ExpertSlots {
+struct SharedShares<M, true> {
+  float shared_share[kMostQueries];
+};
+
+template <class M>
+struct ExpertSlots : SharedShares<M, M::kGatesShared> {
   static constexpr u32 kMost = M::kMostSlots, kWords = (M::kMostExperts + 31) / 32;
   u32 count;
   u32 chosen[kMostQueries][kWords];  // bit b of word w: expert 32 w + b

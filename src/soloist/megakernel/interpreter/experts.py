@@ -1,6 +1,7 @@
-"""The phases of a layer with experts: the router's logits, the choice, gate_up, down by slot."""
+"""The phases of a layer with experts: router, what all tokens take, choice, gate_up, down."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,11 @@ class Chosen:
 
     Attributes:
         shares: of each query, the share of each expert that it chose.
+        of_shared: by query, what the result of the MLP beside them is multiplied by.
     """
 
     shares: tuple[dict[int, float], ...]
+    of_shared: tuple[float, ...] = ()
 
     @property
     def slots(self) -> list[int]:
@@ -86,17 +89,27 @@ class ExpertPhases:
             self._factor[block, :queries] = factor
             rows = experts.router_rows(block)
             values = range(rows.start * hidden, rows.stop * hidden)
-            router = self._weights.vector(layer, "router", values).view(-1, hidden)
+            router = self._router(layer, values).view(-1, hidden)
             # A query at a time: products of several may be summed in another order.
             products = torch.stack([router @ of_query for of_query in x.T.contiguous()])
             where = (slice(queries), slice(rows.start, rows.stop), 0)
             logits.write(epoch, where, products * factor[:, None])
         count = experts.router.num_experts
-        everyones = logits.read(epoch, (slice(queries), slice(count), 0))
+        everyones = logits.read(epoch, (slice(queries), slice(experts.num_logits), 0))
         correction = self._weights.vector(layer, "router_correction", range(count))
+        gates = [float(torch.sigmoid(own[count])) for own in everyones if experts.gates_shared]
         self._chosen = Chosen(
-            tuple(chosen_by(experts.router, own, correction) for own in everyones)
+            tuple(chosen_by(experts.router, own[:count], correction) for own in everyones),
+            tuple(gates) or (1.0,) * queries,
         )
+
+    def _router(self, layer: int, values: range) -> Tensor:
+        """Some values of its rows, behind which a gate's may lie."""
+        (count,) = self._plan.image.layer(layer).vectors["router"].shape
+        gate = range(max(0, values.start - count), max(0, values.stop - count))
+        rows = range(min(values.start, count), min(values.stop, count))
+        vectors = (("router", rows), ("shared_gate", gate))
+        return torch.cat([self._weights.vector(layer, *vector) for vector in vectors])
 
     def gate_up(self, x: Tensor, gated: Operand, layer: int, epoch: int) -> None:
         """Each block's tiles of the slots; a slot's neurons go to the queries that chose it."""
@@ -113,8 +126,13 @@ class ExpertPhases:
                 values = torch.nn.functional.silu(gate) * up
                 gated.publish(epoch, queries, neurons, values.T)
 
-    def down(self, gated: Operand, layer: int, epoch: int) -> list[Tensor]:
-        """Of every block [rows, queries]: the sums of its rows over the experts, ascending."""
+    def down(
+        self, gated: Operand, layer: int, epoch: int, shared: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        """Of every block [rows, queries]: the sums of its rows over the experts, ascending.
+
+        `shared`, of every block, is what the MLP gives that all tokens take: it comes first.
+        """
         experts, slots = self._experts(layer), self._chosen.slots
         op = self._plan.image.operation(layer, "down")
         x_of = [self._activations(gated, slot, layer, epoch) for slot in range(len(slots))]
@@ -122,6 +140,8 @@ class ExpertPhases:
         for block in range(self._plan.blocks):
             rows = op.matrix.num_units(block) * HALF_TILE_ROWS
             total = torch.zeros(rows, len(self._chosen.shares))
+            if shared is not None:
+                total += shared[block] * torch.tensor(self._chosen.of_shared)
             for expert, x in zip(slots, x_of, strict=True):
                 y = self._weights.expert_product(op, x, layer, expert, block)
                 for query in self._chosen.queries(expert):

@@ -53,6 +53,8 @@ class Interpreter:
         self._projection = Projection(plan, self._weights, memory.rope, dtype)
         self._attention = Attention(plan, memory, self._projection, dtype)
         names = {plan.exchanges.gated(kind) for kind in plan.image.kinds}
+        kinds = plan.image.kinds
+        names |= {plan.exchanges.shared_gated(k) for k in kinds if "shared.down" in k.operations}
         self._gated = {name: Operand(plan, name, dtype) for name in names}
         self._experts = ExpertPhases(plan, self._weights, self._residual)
         self._layers_done = self._round = 0
@@ -98,7 +100,7 @@ class Interpreter:
             "qkv": lambda: self._qkv(layer, queries),
             "attention": lambda: self._attention.run(layer, done, sequences, positions),
             "attention_output": lambda: self._attention_output(layer, queries),
-            "router": lambda: self._experts.route(self._mid, layer, done, queries),
+            "router": lambda: self._router(layer, queries),
             "gate_up": lambda: self._gate_up(layer, queries),
             "down": lambda: self._down(layer, queries),
         }
@@ -133,16 +135,40 @@ class Interpreter:
         if self._plan.image.layer(layer).experts is not None:
             self._experts.gate_up(x, self._gated_in(layer), layer, self._layers_done)
             return
+        self._publish_gated(op, x, self._gated_in(layer), layer, queries)
+
+    def _publish_gated(
+        self, op: Operation, x: Tensor, gated: Operand, layer: int, queries: int
+    ) -> None:
+        """silu(gate) · up of every block's neurons of an MLP."""
         for block in self._blocks:
             rows = rows_of(op, block)
             y = self._product(op, x, layer, block, queries)
             y = y * self._residual.factor(self._mid, block, queries)
-            y = y + self._weights.vector(layer, "gate_up_bias", rows)[:, None]
+            y = y + self._weights.vector(layer, f"{op.matrix.name}_bias", rows)[:, None]
             y = y.unflatten(0, (-1, 2, op.matrix.unit_neurons))
             gate, up = y[:, 0].flatten(0, 1), y[:, 1].flatten(0, 1)
-            gated = torch.nn.functional.silu(gate) * up
             neurons = range(rows.start // 2, rows.stop // 2)
-            self._gated_in(layer).publish(self._layers_done, range(queries), neurons, gated.T)
+            values = torch.nn.functional.silu(gate) * up
+            gated.publish(self._layers_done, range(queries), neurons, values.T)
+
+    def _router(self, layer: int, queries: int) -> None:
+        """The choice of experts, and gate_up of the MLP beside them."""
+        self._experts.route(self._mid, layer, self._layers_done, queries)
+        kind = self._plan.image.layer(layer)
+        if (op := kind.operations.get("shared.gate_up")) is not None:
+            x = self._mid.read_for(op, queries)
+            gated = self._gated[self._plan.exchanges.shared_gated(kind)]
+            self._publish_gated(op, x, gated, layer, queries)
+
+    def _shared_down(self, layer: int, queries: int) -> list[Tensor] | None:
+        """What every block's rows of the MLP beside experts give; None where there is none."""
+        kind = self._plan.image.layer(layer)
+        if (op := kind.operations.get("shared.down")) is None:
+            return None
+        gated = self._gated[self._plan.exchanges.shared_gated(kind)]
+        x = gated.read_for(op, self._layers_done, queries)
+        return [self._product(op, x, layer, block, queries) for block in self._blocks]
 
     def _down(self, layer: int, queries: int) -> Iterator[None]:
         op = self._op(layer, "down")
@@ -161,7 +187,8 @@ class Interpreter:
         """The product joins the residual, ranks summed in order; `name` of its next reader."""
         done = self._layers_done
         if name == "in" and self._plan.image.layer(layer).experts is not None:
-            products = self._experts.down(operand, layer, done)
+            shared = self._shared_down(layer, queries)
+            products = self._experts.down(operand, layer, done, shared)
         else:
             x = operand.read_for(op, done, queries)
             products = [self._product(op, x, layer, block, queries) for block in self._blocks]
