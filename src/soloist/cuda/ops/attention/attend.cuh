@@ -28,22 +28,24 @@ struct GroupWork {
 template <class M>
 struct GroupRows {
   u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
-  bool few;       // all of them are in one half of one tile
+  bool few;       // all of them are in one half of one tile, or one wide query's
   u32 first;      // of the tiles, or of that half
   i32 last[M::kWarpTiles][kRowHalves<M>];
 
   __device__ __forceinline__ GroupRows(const Context<M>& cx, const QueryGroup& g) {
-    const u32 begin = g.begin * M::kGroup, end = g.end * M::kGroup, own = row_set(cx) * M::kWarpTiles * 16;
+    const u32 begin = g.begin * M::kQueryRows, end = g.end * M::kQueryRows;
+    // There are as many row sets as a group of wide queries needs, not all eight queries: they count from its first one.
+    const u32 own = (M::kWideQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
       if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
-    few = kKnowsFewRows<M> && tiles && begin / 8 == (end - 1) / 8;
-    first = few ? begin / 8 * 8 : own;
+    few = kKnowsFewRows<M> && tiles && (M::kWideQueries ? end - begin == 16 : begin / 8 == (end - 1) / 8);
+    first = few && !M::kWideQueries ? begin / 8 * 8 : own;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
       for (u32 i = 0; i < kRowHalves<M>; ++i)
-        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kGroup, kMaxQueries - 1)];
+        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kQueryRows, kMaxQueries - 1)];
   }
 };
 
@@ -130,8 +132,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       if constexpr (kKeepsQuery<M>)
         softmax.add(query, keys, values, scales, start, rows.last, window, partly, cx.lane);
       else if (kKnowsFewRows<M> && rows.few)
-        softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
-                                    cx.lane);
+        softmax.template add<1, kFewHalves<M>>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window,
+                                               partly, cx.lane);
       else
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, scales, start,
                                                            rows.last, window, partly, cx.lane);
