@@ -28,7 +28,7 @@ struct GroupWork {
 template <class M>
 struct GroupRows {
   u32 tiles = 0;  // bits: which of the warp's tiles hold rows of the group
-  bool few;       // all of them are in one half of one tile, or one wide query's
+  bool few;       // all of them are in one half of one tile
   u32 first;      // of the tiles, or of that half
   i32 last[M::kWarpTiles][kRowHalves<M>];
 
@@ -39,8 +39,8 @@ struct GroupRows {
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
       if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
-    few = kKnowsFewRows<M> && tiles && (M::kWideQueries ? end - begin == 16 : begin / 8 == (end - 1) / 8);
-    first = few && !M::kWideQueries ? begin / 8 * 8 : own;
+    few = kKnowsFewRows<M> && tiles && begin / 8 == (end - 1) / 8;
+    first = few ? begin / 8 * 8 : own;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
@@ -132,8 +132,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       if constexpr (kKeepsQuery<M>)
         softmax.add(query, keys, values, scales, start, rows.last, window, partly, cx.lane);
       else if (kKnowsFewRows<M> && rows.few)
-        softmax.template add<1, kFewHalves<M>>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window,
-                                               partly, cx.lane);
+        softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
+                                    cx.lane);
       else
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, scales, start,
                                                            rows.last, window, partly, cx.lane);

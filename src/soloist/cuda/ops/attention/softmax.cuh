@@ -19,12 +19,9 @@ inline constexpr u32 kSetDim = M::kHeadDim / kValueSets<M>;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 template <class M>
 inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
-// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much. Of
-// one wide query it multiplies half as much.
+// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much.
 template <class M>
-inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1;
-template <class M>
-inline constexpr u32 kFewHalves = M::kWideQueries ? 2 : 1;
+inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1 && !M::kWideQueries;
 
 // A warp's part in attention.
 template <class M>
