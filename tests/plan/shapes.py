@@ -68,7 +68,7 @@ def models(draw: st.DrawFn, most: int = 40, num_sms: int = 40) -> ModelConfig:
     kv = draw(st.integers(1, 5))
     units = st.integers(kv, most)  # each KV head needs a block, each block a unit
     attention = Attention(
-        kv * draw(st.integers(1, 8)), kv, draw(st.sampled_from(HEAD_DIMS)),
+        kv * draw(st.integers(1, 16)), kv, draw(st.sampled_from(HEAD_DIMS)),
         qkv_bias=draw(st.booleans()), output_bias=draw(st.booleans()), qk_norm=draw(st.booleans()),
     )  # fmt: skip
     hidden, ffn = draw(units), draw(units)
