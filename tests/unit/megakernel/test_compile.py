@@ -227,7 +227,7 @@ QWEN3_235B = {
 
 
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_experts_and_wide_queries_compile_cleanly(
     ranks: int, queries: int, tmp_path: Path, require_sound
 ) -> None:
