@@ -339,8 +339,9 @@ def test_codes_compile_with_wide_queries(
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90a"])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_queries_compile_elsewhere(name: str, arch: str, require_sound) -> None:
+    """On four GPUs: of fewer some have too few blocks, and registers, for so many rows."""
     for queries in (1, MAX_QUERIES):
-        plan = make_plan(WIDE[name], Dtype.BF16, GPUS[arch])
+        plan = make_plan(WIDE[name], Dtype.BF16, GPUS[arch], 4)
         require_sound(plan, Build(queries=queries, samples=True))
 
 
