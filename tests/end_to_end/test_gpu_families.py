@@ -90,6 +90,38 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
         )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-one-kv-head-128", "glm-twelve-heads-64", "qwen3-sixteen-heads-128",
+        "mistral-window-sixteen-heads-32",
+    ],
+)  # fmt: skip
+def test_queries_that_share_a_split_cache(
+    name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to eight positions side by side, of which four attend together where they are wide."""
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: PAGE_POSITIONS))
+    # From two pages on all blocks of a KV head share a cache.
+    fewer = property(
+        lambda plan: min(4, 1 << (plan.blocks // plan.shape.kv_heads).bit_length() - 1)
+    )
+    monkeypatch.setattr(AttentionPlan, "splits", fewer)
+    config, plan = configured(name, tmp_path, like=arch)
+    weights = {k: v.to(torch.bfloat16) for k, v in random_weights(config).items()}
+    ids = prompt(config, 168)
+    wanted = reference_logits(config, weights, ids)
+    on_gpu = {k: v.cuda() for k, v in weights.items()}
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = shard_all(plan.part_of(0), on_gpu)
+    kernel = load_kernel(plan, [own], [device], Capacity(CONTEXT), None, keep_rows=False)
+    one_by_one = forced_logits(kernel.decoder, ids, 1, config.vocab_size)
+    assert (one_by_one.cpu() - wanted).norm() / wanted.norm() < MOST_ERROR
+    for queries in (3, 7, MAX_QUERIES):
+        again = forced_logits(kernel.decoder, ids, queries, config.vocab_size)
+        assert torch.equal(again, one_by_one)
+
+
 def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     """Eight of them, with random keys and values at all positions."""
     config, plan = configured(name, folder, like=arch)
@@ -111,7 +143,7 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     "name",
     [
         "llama-tied-64", "llama-untied-biases-32", "llama-one-kv-head-128", "mistral-window-96",
-        "qwen3-norms-128", "qwen3-wide-32",
+        "qwen3-norms-128", "qwen3-wide-32", "glm-twelve-heads-64", "qwen3-sixteen-heads-128",
     ],
 )  # fmt: skip
 def test_sequences_of_any_length_do_not_touch_each_other(

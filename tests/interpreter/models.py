@@ -122,6 +122,27 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "glm-neighbours-biases-32": (
         changed(GLM4_9B_CHAT, **TINY, head_dim=32), 9,
     ),
+    # More than 8 query heads to a KV head.
+    "glm-twelve-heads-64": (
+        changed(
+            GLM4_9B_CHAT, **{**TINY, "hidden_size": 96, "num_attention_heads": 24}, head_dim=64,
+        ), 12,
+    ),
+    "qwen3-sixteen-heads-128": (
+        changed(
+            QWEN3_17B,
+            **{
+                **TINY, "hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 1,
+            },
+            head_dim=128,
+        ), 16,
+    ),
+    "mistral-window-sixteen-heads-32": (
+        changed(
+            MISTRAL_7B,
+            **{**TINY, "num_attention_heads": 32}, head_dim=32, sliding_window=75,
+        ), 9,
+    ),
 }  # fmt: skip
 
 # Families with maths that the kernel and prefill refuse.

@@ -44,6 +44,11 @@ SHAPES = {
 }
 LANEFORMER = SHAPES.pop("laneformer-2b")  # lanes of its own: other GPUs run it
 MIXTURE = SHAPES.pop("qwen3-30b-a3b")  # experts, of which other tests know
+# Heads as GLM-4.5-Air and Qwen3-235B-A22B have them: 12 and 16 query heads to a KV head.
+WIDE = {
+    "twelve": shaped((4096, 10944, 2, 96, 8, 128, 151552)),
+    "sixteen": shaped((4096, 12288, 2, 64, 4, 128, 151936), qk_norm=True),
+}
 SMALL = shaped((64, 96, 2, 4, 2, 32, 203))
 
 
@@ -68,7 +73,7 @@ def models(draw: st.DrawFn, most: int = 40, num_sms: int = 40) -> ModelConfig:
     kv = draw(st.integers(1, 5))
     units = st.integers(kv, most)  # each KV head needs a block, each block a unit
     attention = Attention(
-        kv * draw(st.integers(1, 8)), kv, draw(st.sampled_from(HEAD_DIMS)),
+        kv * draw(st.integers(1, 16)), kv, draw(st.sampled_from(HEAD_DIMS)),
         qkv_bias=draw(st.booleans()), output_bias=draw(st.booleans()), qk_norm=draw(st.booleans()),
     )  # fmt: skip
     hidden, ffn = draw(units), draw(units)

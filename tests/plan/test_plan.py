@@ -105,7 +105,10 @@ def require_attention(plan: Plan) -> None:
     attention = plan.attention
     assert attention.splits.bit_count() == 1, "a power of 2"
     assert plan.attention.splits * plan.shape.kv_heads <= plan.blocks
-    assert plan.attention.row_tiles * 16 >= MAX_QUERIES * plan.shape.group
+    assert attention.query_rows >= plan.shape.group
+    assert attention.row_tiles * TILE_ROWS >= attention.queries_together * attention.query_rows
+    room = plan.with_room_for(MAX_QUERIES, samples=False).shared.buffers["q_rows"].num_bytes
+    assert room >= MAX_QUERIES * attention.query_rows * plan.shape.head_dim * 2
     assert (
         plan.attention.softmax_lanes * plan.attention.row_tiles
         == CONSUMER_WARPS * plan.attention.warp_tiles
@@ -253,7 +256,7 @@ REFUSED: dict[str, tuple[ModelConfig, Dtype, str, str]] = {
     ),
     "fp32": (SMALL, Dtype.FP32, "fp32 weights", "bf16 or fp16"),
     "head_dim": (shaped((64, 96, 1, 4, 2, 48, 99)), Dtype.BF16, "head_dim 48", "32, 64, 96, 128"),
-    "group": (shaped((64, 96, 1, 18, 2, 32, 99)), Dtype.BF16, "9 query heads", "at most 8"),
+    "group": (shaped((64, 96, 1, 34, 2, 32, 99)), Dtype.BF16, "17 query heads", "at most 16"),
     "hidden": (shaped((60, 96, 1, 4, 2, 32, 99)), Dtype.BF16, "hidden_size 60", "multiple of 8"),
     "ffn": (shaped((64, 92, 1, 4, 2, 32, 99)), Dtype.BF16, "intermediate_size 92", "multiple of 8"),
     "kv heads": (shaped((64, 96, 1, 9, 9, 32, 99)), Dtype.BF16, "9 KV heads", "at most 8"),

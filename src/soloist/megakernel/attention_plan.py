@@ -6,7 +6,7 @@ from soloist.kv.layout import PAGE_HALVES, PAGE_POSITIONS, KvLayout
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
 from soloist.megakernel.shape import ModelShape
-from soloist.megakernel.tile import SLOT_BYTES, TILE_ROWS
+from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,37 @@ class AttentionPlan:
         return 1 << (min(most, self.blocks // self.shape.kv_heads).bit_length() - 1)
 
     @property
+    def has_wide_queries(self) -> bool:
+        """A query has more rows (query heads of a KV head) than half a tile."""
+        return self.shape.group > HALF_TILE_ROWS
+
+    @property
+    def query_rows(self) -> int:
+        """Rows from one query to the next; a wide one has a tile, which is padded."""
+        return TILE_ROWS if self.has_wide_queries else self.shape.group
+
+    @property
+    def queries_together(self) -> int:
+        """Queries that attend to a cache together, at most; a power of 2.
+
+        Eight wide ones would have a tile for each warp, and so only one running softmax: a single
+        query, whose bits are the same, would leave seven warps idle. Of four at a time there are as
+        many tiles as of eight queries with 8 rows each. More than four read a cache twice, but only
+        one so long that all blocks of a KV head share it: shorter ones are dealt to blocks in
+        smaller groups anyway.
+        """
+        return MAX_QUERIES // 2 if self.has_wide_queries else MAX_QUERIES
+
+    @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows (query, query head) that 8 queries need; a power of 2."""
-        tiles = -(-MAX_QUERIES * self.shape.group // TILE_ROWS)
+        """Tiles of 16 rows that queries which attend together need; a power of 2."""
+        tiles = -(-self.queries_together * self.query_rows // TILE_ROWS)
         return 1 << (tiles - 1).bit_length()
+
+    @property
+    def held_tiles(self) -> int:
+        """Tiles of rows of all 8 queries, which a block has at once."""
+        return self.row_tiles * (MAX_QUERIES // self.queries_together)
 
     @property
     def warp_tiles(self) -> int:

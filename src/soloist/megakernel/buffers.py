@@ -265,7 +265,7 @@ class SharedMemory:
 
     def _with_reductions_in(self, reduce_bytes: int) -> dict[str, Buffer]:
         queries, head_dim = self.queries, self.shape.head_dim
-        rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.row_tiles
+        rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.held_tiles
         of_attention = {
             "q_rows": (rows, head_dim, 2),
             "stats": (self.attention.softmax_lanes, rows, 2, 4),

@@ -22,6 +22,7 @@ from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
 from soloist.megakernel.program import matrix_shape, place_of, products_of, tensor_of
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
+from soloist.megakernel.tile import TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat, format_of
 from soloist.model.config import Layer, ModelConfig
 from soloist.model.dtype import Dtype
@@ -428,9 +429,9 @@ def _require_supported(model: ModelConfig, dtype: Dtype) -> None:
             "32, 64, 96, 128",
         ),
         (
-            attention.queries_per_kv_head <= 8,
+            attention.queries_per_kv_head <= TILE_ROWS,
             f"{attention.queries_per_kv_head} query heads to a KV head",
-            "at most 8",
+            f"at most {TILE_ROWS}",
         ),
         (model.hidden_size % 8 == 0, f"hidden_size {model.hidden_size}", "a multiple of 8"),
     ]

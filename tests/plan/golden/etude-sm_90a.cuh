@@ -368,6 +368,9 @@ struct Model {
   static constexpr unsigned kQueryHeads = 8u;
   static constexpr unsigned kKvHeads = 2u;
   static constexpr unsigned kGroup = 4u;
+  static constexpr bool kWideQueries = false;
+  static constexpr unsigned kQueryRows = 4u;
+  static constexpr unsigned kQueriesTogether = 8u;
   static constexpr unsigned kHeadDim = 64u;
   static constexpr bool kTiedHead = true;
   static constexpr float kEpsilon = 0x1.0c6f7a0000000p-20f;

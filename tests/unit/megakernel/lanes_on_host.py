@@ -1,5 +1,7 @@
-"""The lanes of a warp as threads of the host that take turns: for tests that compile the kernel's
-text with a C++ compiler of the machine."""
+"""The lanes of a warp, or of a block's warps, as threads of the host that take turns.
+
+For tests that compile the kernel's text with a C++ compiler of the machine.
+"""
 
 import ctypes
 
@@ -16,7 +18,7 @@ static Index threadIdx;
 alignas(128) static u8 shared[8 << 20];
 constexpr u32 kConvertedAt = 7 << 20;
 
-// Lanes leave what they have, and go on once all have done so.
+// Lanes leave what they have, and go on once all of the warp have done so.
 struct Left { u32 words[6]; };
 struct Lane {
   ucontext_t context;
@@ -24,14 +26,20 @@ struct Lane {
   u32 meetings;
   char stack[256 * 1024];
 };
-static Lane lanes[32];
+static Lane lanes[256];  // of a block
 static ucontext_t scheduler;
-static Left left[2][32];
+static Left left[8][2][32];
 inline const Left* meet(const Left& mine) {
-  const u32 lane = threadIdx.x % 32, place = lanes[lane].meetings++ % 2;
-  left[place][lane] = mine;
-  swapcontext(&lanes[lane].context, &scheduler);
-  return left[place];
+  const u32 thread = threadIdx.x, place = lanes[thread].meetings++ % 2;
+  left[thread / 32][place][thread % 32] = mine;
+  swapcontext(&lanes[thread].context, &scheduler);
+  return left[thread / 32][place];
+}
+// A barrier of the block opens when all lanes wait for it that have not ended.
+static u32 waiting, opened;
+inline void meet_block() {
+  const u32 thread = threadIdx.x, before = opened;
+  for (++waiting; opened == before;) swapcontext(&lanes[thread].context, &scheduler);
 }
 inline u32 __shfl_sync(u32, u32 x, u32 from) { return meet({{x}})[from % 32].words[0]; }
 inline float __shfl_sync(u32 all, float x, u32 from) {
@@ -74,31 +82,38 @@ inline u32 __byte_perm(u32 a, u32 b, u32 places) {
   return made;
 }
 
-// A warp does something, each lane of it for itself, until all have ended.
+// Lanes `first` ... `end` - 1 of a block do something, each for itself, until all have ended. They
+// take turns in their order, or the last one first.
+static bool backwards;
 static std::function<void(u32)> lane_does;
 static void start_lane() {
-  const u32 lane = threadIdx.x % 32;
-  lane_does(lane);
-  lanes[lane].ended = true;
-  swapcontext(&lanes[lane].context, &scheduler);
+  lane_does(threadIdx.x);
+  lanes[threadIdx.x].ended = true;
+  swapcontext(&lanes[threadIdx.x].context, &scheduler);
 }
-inline void run_warp(u32 warp, std::function<void(u32)> does) {
+inline void run_lanes(u32 first, u32 end, std::function<void(u32)> does) {
   lane_does = does;
-  for (u32 i = 0; i < 32; ++i) {
+  for (u32 i = first; i < end; ++i) {
     getcontext(&lanes[i].context);
     lanes[i].context.uc_stack.ss_sp = lanes[i].stack;
     lanes[i].context.uc_stack.ss_size = sizeof lanes[i].stack;
     makecontext(&lanes[i].context, start_lane, 0);
     lanes[i].ended = false, lanes[i].meetings = 0;
   }
-  for (bool runs = true; runs;) {
-    runs = false;
-    for (u32 i = 0; i < 32; ++i) {
+  for (u32 running = 1; running;) {
+    running = 0;
+    for (u32 turn = first; turn < end; ++turn) {
+      const u32 i = backwards ? first + end - 1 - turn : turn;
       if (lanes[i].ended) continue;
-      threadIdx.x = warp * 32 + i, runs = true;
+      threadIdx.x = i;
       swapcontext(&scheduler, &lanes[i].context);
+      running += !lanes[i].ended;
     }
+    if (waiting && waiting == running) waiting = 0, ++opened;
   }
+}
+inline void run_warp(u32 warp, std::function<void(u32)> does) {
+  run_lanes(warp * 32, warp * 32 + 32, [&](u32 thread) { does(thread % 32); });
 }
 """
 

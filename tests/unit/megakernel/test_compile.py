@@ -14,6 +14,7 @@ that means to change code writes the file anew and shows the difference:
 """
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,17 @@ from interpreter import lane_models
 from interpreter.mixtures import MIXTURES, SMS, glm_45_air, mixtral_8x7b, qwen15_moe_a27b
 from interpreter.models import CASES, MIXED, REFUSED, gpu
 from interpreter.quantised import alike, as_q4_k_m, formats_of
-from plan.shapes import LANEFORMER, MIXTURE, PUBLIC, SHAPES, SMALL, etude, operation, shaped
+from plan.shapes import (
+    LANEFORMER,
+    MIXTURE,
+    PUBLIC,
+    SHAPES,
+    SMALL,
+    WIDE,
+    etude,
+    operation,
+    shaped,
+)
 from soloist.engine.bandwidth import bandwidth_source
 from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin, compile_source, require_clean
@@ -253,6 +264,24 @@ def test_what_all_tokens_take_compiles(
     code_sizes.compare(request.node.name, found, request.config)
 
 
+# Of Qwen3-235B-A22B's config.json, where it differs from that of Qwen3-30B-A3B.
+QWEN3_235B = {
+    "hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "max_window_layers": 94,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_experts_and_wide_queries_compile_cleanly(
+    ranks: int, queries: int, tmp_path: Path, require_sound
+) -> None:
+    config = read_config(written(tmp_path, {**json.loads(MIXTURE.read_text()), **QWEN3_235B}))
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], ranks)
+    assert plan.shape.group == 16
+    require_sound(plan, Build(queries=queries))
+
+
 # Bytes that are spilled once a layer, by the router of eight queries.
 SPILLED_BY_ROUTERS = {
     "mixtral-8x7b": 372, "some layers dense": 28, "shared of several sizes": 20,
@@ -334,6 +363,33 @@ def test_codes_compile_with_other_heads(name: str, kv: KvName, tmp_path: Path) -
     for queries in (1, MAX_QUERIES):
         plan = coded_plan(configured(name, tmp_path), kv, "sm_90a")
         require_as_little_spilled(plan, Build(queries=queries), 0)
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_queries_compile_cleanly(name: str, queries: int, require_sound) -> None:
+    require_sound(make_plan(WIDE[name], Dtype.BF16, TYPICAL["sm_90a"]), Build(queries=queries))
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize(
+    "kv", ["int8", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8", "int4"))]
+)
+@pytest.mark.parametrize("name", WIDE)
+def test_codes_compile_with_wide_queries(
+    name: str, kv: KvName, queries: int, require_sound
+) -> None:
+    require_sound(coded_plan(WIDE[name], kv, "sm_90a"), Build(queries=queries))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90a"])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_queries_compile_elsewhere(name: str, arch: str, require_sound) -> None:
+    """On four GPUs: of fewer some have too few blocks, and registers, for so many rows."""
+    for queries in (1, MAX_QUERIES):
+        plan = make_plan(WIDE[name], Dtype.BF16, GPUS[arch], 4)
+        require_sound(plan, Build(queries=queries, samples=True))
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ NAMES: tuple[KvName | None, ...] = (None, *KV_FORMATS)
 SHAPES = {
     "etude": (16, 4, 64), "llama-8b": (32, 8, 128), "qwen3-1.7b": (16, 8, 128),
     "wide group": (16, 2, 64), "narrow": (8, 2, 32), "96": (16, 4, 96), "one": (4, 4, 64),
+    "sixteen": (32, 2, 128), "twelve": (24, 2, 64),
 }  # fmt: skip
 REAL = {
     "tile": ("kv_codes", "kv_page"), "ops/attention": ("append", "softmax"), "ptx": ("types",),
@@ -165,6 +166,13 @@ extern "C" void store_in_pool(u8* fresh, const i32* positions, u32 queries, u16*
     });
 }
 
+// Where a row lies among those that are multiplied, and back; padding is no row.
+inline u32 held(u32 row) { return row / M::kGroup * M::kQueryRows + row % M::kGroup; }
+inline u32 row_at(u32 place) {
+  const u32 query = place / M::kQueryRows, member = place % M::kQueryRows;
+  return member < M::kGroup ? query * M::kGroup + member : ~0u;
+}
+
 // Half pages one after the other, from position 0 on; `out`: [rows][D], best and total: [rows].
 template <class M>
 void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, const u8* pages,
@@ -174,19 +182,20 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
   std::memcpy(shared, pages, half_pages * kBytes);
   for (u32 row = 0; row < rows; ++row)
     for (u32 d = 0; d < M::kHeadDim; ++d) {
-      u8* to = shared + kQueriesAt + q_offset<M>(first_row + row, d);
+      u8* to = shared + kQueriesAt + q_offset<M>(held(first_row + row), d);
       std::memcpy(to, queries + row * M::kHeadDim + d, 2);
     }
   const bool few = kKnowsFewRows<M> && first_row / 8 == (first_row + rows - 1) / 8;
+  const u32 begin = held(first_row), end = held(first_row + rows - 1) + 1;
   for (u32 set = 0; set < kLaneWarps<M>; ++set) {
     const u32 warp = set * M::kSoftmaxLanes;
     run_warp(warp, [&](u32 lane) {
       Params none;
       const Context<M> cx{none, {nullptr, nullptr}, warp, lane};
-      const u32 own = row_set(cx) * M::kWarpTiles * 16, end = first_row + rows;
+      const u32 own = (M::kWideQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
       u32 tiles = 0;
       for (u32 m = 0; m < M::kWarpTiles; ++m)
-        if (own + m * 16 < end && own + m * 16 + 16 > first_row) tiles |= 1u << m;
+        if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
       if (!tiles) return;
       const u32 first = few ? first_row / 8 * 8 : own;
       i32 of_row[M::kWarpTiles][kRowHalves<M>];
@@ -195,8 +204,8 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
         if (last[row] < first_position) first_position = last[row];
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
-          const u32 row = first + m * 16 + lane / 4 + 8 * i;
-          of_row[m][i] = row >= first_row && row < end ? last[row - first_row] : last[rows - 1];
+          const u32 row = row_at(first + m * 16 + lane / 4 + 8 * i) - first_row;
+          of_row[m][i] = row < rows ? last[row] : last[rows - 1];
         }
       const u32 q_rows = kQueriesAt + first / 16 * (M::kHeadDim / 32) * 1024 + lane * 16;
       QueryRows<M> query;
@@ -224,11 +233,11 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
           float sum = softmax.total[m][i];
           sum += __shfl_xor_sync(~0u, sum, 1);
           sum += __shfl_xor_sync(~0u, sum, 2);
-          const u32 row = first + m * 16 + lane / 4 + 8 * i;
-          if (row < first_row || row >= end || (few && (m || i))) continue;
-          float* to = out + (row - first_row) * M::kHeadDim;
+          const u32 row = row_at(first + m * 16 + lane / 4 + 8 * i) - first_row;
+          if (row >= rows || (few && (m || i))) continue;
+          float* to = out + row * M::kHeadDim;
           store_row<M>(to, 0, value_set(cx) * kSetDim<M>, softmax.out[m], i, lane % 4);
-          best[row - first_row] = softmax.best[m][i], total[row - first_row] = sum;
+          best[row] = softmax.best[m][i], total[row] = sum;
         }
     });
   }
@@ -261,7 +270,7 @@ class Built:
 
 KEPT = (
     "kQueryHeads", "kKvHeads", "kGroup", "kHeadDim", "kScoreScale", "kRowTiles", "kWarpTiles",
-    "kSoftmaxLanes",
+    "kSoftmaxLanes", "kWideQueries", "kQueryRows",
 )  # fmt: skip
 
 
@@ -427,7 +436,8 @@ def test_attention_is_the_interpreters(
     ]
     pages = torch.cat(lying)
     # Groups of queries of any size and place, as rounds of several sequences have them.
-    spans = [range(1)] if queries == 1 else [range(8), range(3, 5), range(1), range(6, 7)]
+    most = range(plan.attention.queries_together)
+    spans = [range(1)] if queries == 1 else [most, range(3, 5), range(1), range(6, 7)]
     for span in spans:
         for window in (0, 50):
             rows, first_row = len(span) * group, span.start * group

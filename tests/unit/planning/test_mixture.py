@@ -215,7 +215,13 @@ def test_layers_without_experts(tmp_path):
     assert "layers.0.experts.down" not in glm
 
 
-@pytest.mark.parametrize("values", [mixtures.QWEN3_30B_A3B, mixtures.MIXTRAL_8X7B])
+# Heads as Qwen3-235B-A22B has them.
+SIXTEEN_TO_ONE = {
+    **mixtures.QWEN3_30B_A3B, "num_attention_heads": 64, "num_key_value_heads": 4
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", [mixtures.QWEN3_30B_A3B, mixtures.MIXTRAL_8X7B, SIXTEEN_TO_ONE])
 def test_what_runs_in_the_decode_kernel(values, tmp_path):
     """In 16 bits and in codes, on one GPU and several; how fast was not measured."""
     subject = Subject(model_of(tmp_path, values), find_hardware("H200"), 8192)
@@ -242,8 +248,7 @@ def test_experts_are_planned_for_the_reference_on_other_gpus(tmp_path):
     [
         (mixtures.GLM_45_AIR, "12 query heads to a KV head"),
         (mixtures.OLMOE_1B_7B, "norms over all heads of queries and keys"),
-        ({**mixtures.QWEN3_30B_A3B, "num_attention_heads": 64, "num_key_value_heads": 4},
-         "16 query heads to a KV head"),
+        ({**mixtures.QWEN3_30B_A3B, "num_key_value_heads": 1}, "32 query heads to a KV head"),
     ],
 )  # fmt: skip
 def test_what_runs_on_the_reference_alone(values, named, tmp_path):

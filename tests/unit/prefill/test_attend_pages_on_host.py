@@ -37,6 +37,7 @@ SHAPES = {
     "swapped": Shape(1, 4, 64, Dtype.FP16, 40),
     "three in a group": Shape(2, 3, 128, Dtype.BF16, 50),
     "three boxes": Shape(1, 2, 96, Dtype.BF16, 70),
+    "twelve in a group": Shape(1, 12, 128, Dtype.BF16, 14),
 }
 
 

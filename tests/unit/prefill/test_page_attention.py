@@ -41,6 +41,7 @@ from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
 HEADS = {
     "heads of 32": (2, 1, 32), "llama-3.2-1b": (8, 4, 64), "laneformer": (4, 6, 96),
     "llama-3.1-8b": (8, 4, 128), "qwen2.5-7b": (4, 7, 128), "one": (1, 16, 128),
+    "glm-4.5-air": (8, 12, 128),
 }  # fmt: skip
 # A product of a group of warps with a factor in registers, in machine code of sm_90.
 HGMMA = 0xDF0

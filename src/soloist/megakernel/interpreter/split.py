@@ -82,6 +82,7 @@ class Splits:
         for end in range(1, queries + 1):
             # No more queries in a group than it takes to give each block of the head a split.
             most = max(1, power * kinds[begin][1] // self.plan.splits)
+            most = min(most, self.plan.queries_together)
             if end < queries and kinds[end] == kinds[begin] and end - begin < most:
                 continue
             yield range(begin, end)

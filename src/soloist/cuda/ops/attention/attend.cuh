@@ -33,7 +33,9 @@ struct GroupRows {
   i32 last[M::kWarpTiles][kRowHalves<M>];
 
   __device__ __forceinline__ GroupRows(const Context<M>& cx, const QueryGroup& g) {
-    const u32 begin = g.begin * M::kGroup, end = g.end * M::kGroup, own = row_set(cx) * M::kWarpTiles * 16;
+    const u32 begin = g.begin * M::kQueryRows, end = g.end * M::kQueryRows;
+    // There are as many row sets as a group of wide queries needs, not all eight queries: they count from its first one.
+    const u32 own = (M::kWideQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
       if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
@@ -43,7 +45,7 @@ struct GroupRows {
     for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
       for (u32 i = 0; i < kRowHalves<M>; ++i)
-        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kGroup, kMaxQueries - 1)];
+        last[m][i] = cx.shared.control().position[min((first + m * 16 + cx.lane / 4 + 8 * i) / M::kQueryRows, kMaxQueries - 1)];
   }
 };
 

@@ -55,6 +55,12 @@ struct LaneMerge {
   }
 
  private:
+  // Rows of wide queries are padded to tiles where they are multiplied, and lie side by side where they are merged.
+  static __device__ __forceinline__ u32 of_queries(u32 held) {
+    return M::kWideQueries ? held / M::kQueryRows * M::kGroup + held % M::kQueryRows : held;
+  }
+  static __device__ __forceinline__ bool is_padding(u32 held) { return M::kWideQueries && held % M::kQueryRows >= M::kGroup; }
+
   __device__ __forceinline__ void gather_several(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
                                                  u32 head, bool empty, bool last) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
@@ -77,8 +83,9 @@ struct LaneMerge {
       for (u32 m = 0; m < M::kWarpTiles; ++m)
 #pragma unroll
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
-          const u32 of_group = first_row + m * 16 + 8 * i + cx.lane / 4 - first * M::kGroup, row = count * M::kGroup + of_group;
-          if (of_group >= queries * M::kGroup) continue;
+          const u32 held = first_row + m * 16 + 8 * i + cx.lane / 4, of_group = of_queries(held) - first * M::kGroup;
+          const u32 row = count * M::kGroup + of_group;
+          if (of_group >= queries * M::kGroup || is_padding(held)) continue;
           if (q == 0 && dims == 0) stats[mine * kRows + row] = make_float2(softmax.best[m][i], totals[m][i]);
           store_row<M>(values + (mine * kRows + row) * M::kHeadDim, row & kRowSwap<M>, dims, softmax.out[m], i, q);
         }
@@ -92,16 +99,23 @@ struct LaneMerge {
     }
   }
 
-  // The rows of one query, which are at most 8.
+  // The rows of one query, which are in one tile, or in half of one.
   __device__ __forceinline__ void gather_one(const Context<M>& cx, const Softmax<M>& softmax, u32 first_row) {
-    float total = softmax.total[0][0];
-    total += __shfl_xor_sync(~0u, total, 1);
-    total += __shfl_xor_sync(~0u, total, 2);
-    const u32 row = first_row + cx.lane / 4, q = cx.lane % 4, at = softmax_lane(cx) * M::kGroup + row, swap = row & kRowSwap<M>;
-    if (row >= M::kGroup) return;
-    const u32 dims = value_set(cx) * kSetDim<M>;
-    if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][0], total);
-    store_row<M>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], 0, q);
+    float totals[kRowHalves<M>];
+#pragma unroll
+    for (u32 i = 0; i < kRowHalves<M>; ++i) {
+      totals[i] = softmax.total[0][i];
+      totals[i] += __shfl_xor_sync(~0u, totals[i], 1);
+      totals[i] += __shfl_xor_sync(~0u, totals[i], 2);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kRowHalves<M>; ++i) {
+      const u32 row = first_row + 8 * i + cx.lane / 4, q = cx.lane % 4, at = softmax_lane(cx) * M::kGroup + row;
+      if (row >= M::kGroup) return;
+      const u32 dims = value_set(cx) * kSetDim<M>, swap = row & kRowSwap<M>;
+      if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][i], totals[i]);
+      store_row<M>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], i, q);
+    }
   }
 
   // What was gathered is merged, lane after lane, and published.

@@ -158,7 +158,7 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
   for (u32 v = 0; v < kAtOnce; ++v) {
     const u32 c = query[v], m = member[v];
     vector.finish(low[v], high[v], m < M::kGroup ? shared.q_rows() : fresh + c * (4 * M::kHeadDim),
-                  m < M::kGroup ? c * M::kGroup + m : kNoRow, m == M::kGroup,
+                  m < M::kGroup ? c * M::kQueryRows + m : kNoRow, m == M::kGroup,
                   M::kRotated[layer] ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
                   first + v * kConsumerWarps < vectors);
   }
@@ -182,7 +182,9 @@ __device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
 template <class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
-  constexpr u32 kAtOnce = 2;
+  constexpr u32 kAtOnce = M::kWideQueries ? 4 : 2;
+  // Those of one wide query are asked for together, too. Of others the second time is one warp's, for the key.
+  constexpr u32 kOfOneQuery = M::kWideQueries ? (M::kGroup + kConsumerWarps) / kConsumerWarps : 1;
   HeadVector<L> vector;
   vector.load_norms(cx.vectors(L::vectors(layer)), cx.lane);
   bool known = false;
@@ -192,8 +194,9 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
   };
   if (cx.queries == 1) {
 #pragma unroll 1
-    for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kConsumerWarps)
-      prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, first == kConsumerWarps - 1, factors_known);
+    for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kOfOneQuery * kConsumerWarps)
+      prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, first == kConsumerWarps - 1,
+                                   factors_known);
   } else {
     const u32 attending = groups.attending(cx.lane), needed = groups.needed(cx.lane);
     const u32 vectors = __popc(attending) * M::kGroup + __popc(needed);

@@ -21,7 +21,7 @@ template <class M>
 inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
 // A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much.
 template <class M>
-inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1;
+inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1 && !M::kWideQueries;
 
 // A warp's part in attention.
 template <class M>
@@ -38,10 +38,12 @@ __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
   return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
 }
 
-// One query's rows of a KV head in registers, where there are enough: the first tile's. Values come eight times 8 dimensions at once.
+// One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
+// once.
 inline constexpr u32 kValuesAtOnce = 8;
 template <class M>
-inline constexpr bool kKeepsQuery = kMostQueries == 1 && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0;
+inline constexpr bool kKeepsQuery =
+    kMostQueries == 1 && !M::kWideQueries && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0;
 template <class M>
 struct QueryRows {
   uint4 low[M::kHeadDim / 32], high[M::kHeadDim / 32];

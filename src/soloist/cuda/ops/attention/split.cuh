@@ -60,7 +60,8 @@ struct QueryGroups {
     sequences = __ballot_sync(~0u, first) & all;
     const u32 alike = __ballot_sync(~0u, first || split_bits != bits_before) & all;
     // No more queries in a group than it takes to give each block of the head a split: a power of 2.
-    const u32 size_bits = max(32 - __clz(queries - 1) + split_bits, M::kSplitBits) - M::kSplitBits;
+    const u32 enough_bits = max(32 - __clz(queries - 1) + split_bits, M::kSplitBits) - M::kSplitBits;
+    const u32 size_bits = M::kQueriesTogether < kMaxQueries ? min(enough_bits, highest(M::kQueriesTogether)) : enough_bits;
     const bool begin = lane < queries && ((mine - highest(alike & up_to(mine))) & ((1u << size_bits) - 1)) == 0;
     begins = __ballot_sync(~0u, begin);
     u32 before = begin ? 1u << split_bits : 0;  // splits of earlier groups
