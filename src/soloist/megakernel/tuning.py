@@ -94,7 +94,7 @@ class Tuning:
 HOPPER = Tuning()
 # Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
 # registers.
-NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1)
+NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1, expert_slots=0)
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
 # The compiler spills nothing of quantised matrices then; on sm_80 it does in any case.
