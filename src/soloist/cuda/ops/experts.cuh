@@ -105,7 +105,7 @@ __device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 la
   return ExpertChoice<L>(logit, correction, cx.lane);
 }
 
-// gate_up of the MLP that all tokens take. What it is multiplied with is there, and by what products are.
+// gate_up of the MLP that all tokens take, for which the router found the factors of the queries.
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
   using Mlp = typename L::SharedMlp;
