@@ -34,6 +34,7 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.settling import experts_are_invariant
+from soloist.prefill.sources import prefill_sources
 from soloist.reference.experts import choose
 from soloist.weights.memory import unpacked_experts_bytes
 from soloist.weights.packed import pack_weights
@@ -325,6 +326,12 @@ def test_products_of_what_all_tokens_take_are_tried_where_passes_have_them() -> 
             wanted = torch.nn.functional.silu(gate) * up
         seen = settling.multiply_as_a_pass(part, name, 0, x)
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-5)
+
+
+def test_swiglu_is_compiled_for_every_size_of_mlp() -> None:
+    for name, sizes in (("softmax", {40}), ("shared, gated", {40, 72})):
+        sources = prefill_sources(MIXTURES[name], Dtype.BF16, "sm_90a")
+        assert {*sources.swiglu} == sizes
 
 
 def test_prompts_of_mixtures_from_packed_weights_are_refused() -> None:

@@ -293,7 +293,7 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   const u32 query = kRoomQueries > 1 ? cx.lane % 4 * 2 : 0;
-  float share[2] = {1.0f, 1.0f};
+  float share[2];
   if constexpr (L::kGatesShared) {
     const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
     share[0] = slots.shared_share[query];
@@ -301,7 +301,10 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
   }
 #pragma unroll
   for (u32 t = 0; t < Down::kTiles; ++t)
-    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2) totals.c[t][0][i] = sums.total(t, i) * share[i % 2];
+    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2) {
+      totals.c[t][0][i] = sums.total(t, i);
+      if constexpr (L::kGatesShared) totals.c[t][0][i] = __fmul_rn(totals.c[t][0][i], share[i % 2]);
+    }
 }
 
 template <class L, class M>
