@@ -102,12 +102,11 @@ class Subject:
         config, dtype = self.model.plan.model, self.model.plan.dtype
         phases = {
             "qkv": "qkv", "attention_output": "output", "gate_up": "gate_up", "down": "down",
-            "shared.gate_up": "router", "shared.down": "down",
             "embedding" if config.tied_head else "head": "head",
         }  # fmt: skip
+        if any(mixture.shared for mixture in config.mixtures):
+            phases |= {"shared.gate_up": "router", "shared.down": "down"}
         sums = dict.fromkeys(phases.values(), 0)
-        if not any(mixture.shared for mixture in config.mixtures):
-            del sums["router"]
         for spec in tensors(config):
             is_layer = spec.name.startswith("layers.")
             phase = phases.get(place_of(spec.name)[1] if is_layer else spec.name)

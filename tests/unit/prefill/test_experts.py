@@ -14,6 +14,7 @@ from interpreter.quantised import alike, formats_of, quantised
 from soloist.errors import ShapeUnsupported
 from soloist.kv.pool import PagePool
 from soloist.megakernel.plan import Plan, make_plan
+from soloist.megakernel.program import place_of
 from soloist.model.config import Mixture, Mlp, ModelConfig, Router
 from soloist.model.dtype import Dtype
 from soloist.model.torch_types import Weights
@@ -33,6 +34,7 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.settling import experts_are_invariant
+from soloist.prefill.sources import prefill_sources
 from soloist.reference.experts import choose
 from soloist.weights.memory import unpacked_experts_bytes
 from soloist.weights.packed import pack_weights
@@ -299,6 +301,37 @@ def test_widths_are_given_up_where_a_row_s_bits_hang_on_its_place(
     monkeypatch.setattr(settling, "tries_widths", lambda _: True)
     run.settle_widths()
     assert run.widths == ()
+
+
+def test_products_of_what_all_tokens_take_are_tried_where_passes_have_them() -> None:
+    """Beside those of a dense layer, whose MLP has another size; those of experts are not."""
+    config = MIXTURES["shared after a dense layer"]
+    weights = random_weights(config)
+    (part,) = prefill(config, weights).parts
+    own = [name for name, _ in settling.products_of(part)]
+    attention = {"qkv", "attention_output"}
+    assert {place_of(name)[1] for name in own if "layers.0" in name} == {
+        *attention, "gate_up", "down"
+    }  # fmt: skip
+    assert {place_of(name)[1] for name in own if "layers.0" not in name} - attention == {
+        "shared.gate_up", "shared.down"
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for name in ("layers.1.shared.gate_up", "layers.1.shared.down"):
+        matrix = weights[name]
+        x = torch.randn(5, matrix.shape[1], generator=generator)
+        wanted = x @ matrix.T
+        if name.endswith("gate_up"):
+            gate, up = wanted.chunk(2, 1)
+            wanted = torch.nn.functional.silu(gate) * up
+        seen = settling.multiply_as_a_pass(part, name, 0, x)
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-5)
+
+
+def test_swiglu_is_compiled_for_every_size_of_mlp() -> None:
+    for name, sizes in (("softmax", {40}), ("shared, gated", {40, 72})):
+        sources = prefill_sources(MIXTURES[name], Dtype.BF16, "sm_90a")
+        assert {*sources.swiglu} == sizes
 
 
 def test_prompts_of_mixtures_from_packed_weights_are_refused() -> None:

@@ -111,7 +111,7 @@ __device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 la
   return ExpertChoice<L>(logit, correction, cx.lane);
 }
 
-// gate_up of the MLP that all tokens take. What it is multiplied with is there, and by what products are.
+// gate_up of the MLP that all tokens take, for which the router found the factors of the queries.
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
   using Mlp = typename L::SharedMlp;
@@ -299,7 +299,7 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
   Sums<Down> sums;
   multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
   const u32 query = kRoomQueries > 1 ? cx.lane % 4 * 2 : 0;
-  float share[2] = {1.0f, 1.0f};
+  float share[2];
   if constexpr (L::kGatesShared) {
     const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
     share[0] = slots.shared_share[query];
@@ -307,7 +307,10 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
   }
 #pragma unroll
   for (u32 t = 0; t < Down::kTiles; ++t)
-    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2) totals.c[t][0][i] = sums.total(t, i) * share[i % 2];
+    for (u32 i = 0; i < 4; i += kRoomQueries > 1 ? 1 : 2) {
+      totals.c[t][0][i] = sums.total(t, i);
+      if constexpr (L::kGatesShared) totals.c[t][0][i] = __fmul_rn(totals.c[t][0][i], share[i % 2]);
+    }
 }
 
 template <class L, class M>
