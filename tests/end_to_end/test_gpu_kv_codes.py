@@ -34,11 +34,11 @@ from unit.prefill.models import random_weights
 pytestmark = pytest.mark.gpu
 
 NAMES = pytest.mark.parametrize("name", KV_FORMATS)
-# Heads of 32, 64, 96 and 128 numbers; norms, a window, layers without rope, one KV head; 12 and 16
-# query heads to a KV head.
+# Heads of 32, 64, 96 and 128 numbers; norms, a window, layers without rope, one KV head; 16 query
+# heads to a KV head.
 MODELS = (
     "llama-untied-biases-32", "smollm3-nope-64", "mistral-window-96", "qwen3-norms-128",
-    "llama-one-kv-head-128", "glm-twelve-heads-64", "qwen3-sixteen-heads-128",
+    "llama-one-kv-head-128", "mistral-window-sixteen-heads-32", "qwen3-sixteen-heads-128",
 )  # fmt: skip
 TOKENS = 150  # three pages
 ROUNDS = 64
