@@ -109,11 +109,11 @@ def qwen15_moe_a27b() -> ModelConfig:
 
 
 def glm_45_air() -> ModelConfig:
-    """With 64 of its 96 query heads: a dense layer, then an MLP as large as an expert."""
+    """A dense layer, then an MLP as large as an expert beside 128; 12 query heads to a KV head."""
     router = Router(
         128, 8, "sigmoid", is_corrected=True, normalises=True, least_sum=1e-20, scale=1.0
     )
-    mixture, attention = Mixture(router, Mlp(1408), shared=Mlp(1408)), Attention(64, 8, 128)
+    mixture, attention = Mixture(router, Mlp(1408), shared=Mlp(1408)), Attention(96, 8, 128)
     layers = (Mlp(10944), *[mixture] * 45)
     return ModelConfig(
         family="glm4_moe", hidden_size=4096, vocab_size=151552, context_tokens=8192,

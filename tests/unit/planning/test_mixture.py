@@ -246,7 +246,6 @@ def test_experts_are_planned_for_the_reference_on_other_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        (mixtures.GLM_45_AIR, "12 query heads to a KV head"),
         (mixtures.OLMOE_1B_7B, "norms over all heads of queries and keys"),
         ({**mixtures.QWEN3_30B_A3B, "num_key_value_heads": 1}, "32 query heads to a KV head"),
     ],
