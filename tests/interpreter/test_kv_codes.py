@@ -21,9 +21,10 @@ from unit.prefill.models import random_weights
 
 NAMES = pytest.mark.parametrize("name", KV_FORMATS)
 # Heads of 128, 96 and 64 numbers: with norms, with a window, without rope in some layers; 16 query
-# heads to a KV head.
+# heads to a KV head, and 12 with a rope that turns neighbours of half a head.
 CASES = (
     "qwen3-norms-128", "mistral-window-96", "smollm3-nope-64", "mistral-window-sixteen-heads-32",
+    "glm-twelve-heads-64",
 )  # fmt: skip
 TOKENS = 136
 # Where products are summed in another order a number now and then rounds to the next code.

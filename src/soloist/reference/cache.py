@@ -24,6 +24,8 @@ class KVCache:
         capacity: positions it can hold.
         dtype: what is appended and read.
         stored: codes and scales instead of numbers, if they are not stored as they are.
+        key_order: in which the numbers of a key share scales (`Rope.order_in_halves`); None where
+            it is their own. Values share them as they come.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         stored: KvFormat | None = None,
+        key_order: Sequence[int] | None = None,
     ) -> None:
         self.capacity, self._dtype = capacity, dtype
+        self._order = None if key_order is None else torch.tensor(key_order, device=device)
         self._codes = None if stored is None or stored.is_plain else stored
 
         def part(heads: int, dim: int) -> tuple[Tensor, ...]:
@@ -65,6 +69,8 @@ class KVCache:
         if self._codes is None:
             self.restore(block, position, (keys, values))
         else:
+            if self._order is not None:
+                keys = keys.index_select(-1, self._order)
             self.restore(
                 block, position, (*codes_of(keys, self._codes), *codes_of(values, self._codes))
             )
@@ -79,10 +85,10 @@ class KVCache:
             keys, values = parts
             return keys, values
         key_codes, key_scales, value_codes, value_scales = parts
-        return (
-            numbers_of(key_codes, key_scales, self._codes, self._dtype),
-            numbers_of(value_codes, value_scales, self._codes, self._dtype),
-        )
+        keys = numbers_of(key_codes, key_scales, self._codes, self._dtype)
+        if self._order is not None:
+            keys = torch.empty_like(keys).index_copy_(-1, self._order, keys)
+        return keys, numbers_of(value_codes, value_scales, self._codes, self._dtype)
 
     def stored(self, block: int, start: int, stop: int) -> tuple[Tensor, ...]:
         """Views of all that is stored of a range of positions, for `restore`."""

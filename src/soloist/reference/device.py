@@ -54,7 +54,17 @@ class Reference(ABC):
     def new_cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence of up to `capacity` tokens."""
         self.reach(capacity)
-        return KVCache(self._cache_shapes(), capacity, self.dtype, self.device, self.kv)
+        return KVCache(
+            self._cache_shapes(), capacity, self.dtype, self.device, self.kv, self._key_order()
+        )
+
+    def _key_order(self) -> list[int] | None:
+        """In which the numbers of a key share scales: as the decode kernel has them."""
+        head_dim = self.config.layers[0].attention.head_dim
+        of_parts = self.kv is not None and 0 < self.kv.scale_values < head_dim
+        if not of_parts or self.config.rope.is_in_halves(head_dim):
+            return None
+        return self.config.rope.order_in_halves(head_dim)
 
     def reach(self, num_positions: int) -> None:
         """Make the rope tables for so many positions, at least; of many it takes a while."""
