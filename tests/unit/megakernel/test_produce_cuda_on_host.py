@@ -7,6 +7,7 @@ consumers, who take slots in the order of the phases. A slot holds where its byt
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,7 @@ int main(int, char** given) {
   blockIdx.x = block;
   Consumer ring{0, full, empty, Model::kRingSlots};
   Consumer experts{expert_base, expert_full, expert_empty, Model::kExpertSlots};
+  constexpr bool kTwoRings = Model::kExpertSlots > 0;
   u32 ahead = 0, choices = 0;  // slots of the ring that were seen before choices were known
   for (u32 n = 0; n < rounds; ++n) {
     for (u32 layer = 0; layer < Model::kLayers; ++layer)
@@ -175,7 +177,7 @@ int main(int, char** given) {
         if (phase == kGateUpPhase) {
           // What comes next through the ring comes before the choice, as far as there is room.
           const Part next = part_after_choice<Model>(params.image, layer);
-          const u32 count = min(slots_of(next), Model::kRingSlots);
+          const u32 count = kTwoRings ? min(slots_of(next), Model::kRingSlots) : 0;
           for (u32 i = 0; i < count; ++i) {
             const u32 at = ring.slot + i, wraps = at >= Model::kRingSlots;
             mbarrier_wait(full + (at - (wraps ? Model::kRingSlots : 0)) * 8, ring.parity ^ wraps);
@@ -188,7 +190,7 @@ int main(int, char** given) {
           pass(chosen);
         }
         for (u32 i = 0; i < num_expert_parts<Model>(slots, layer, phase); ++i)
-          experts.take(expert_part<Model>(params, slots, layer, phase, i));
+          (kTwoRings ? experts : ring).take(expert_part<Model>(params, slots, layer, phase, i));
       }
     ring.take(part_of<Model, Model::Head>(params.image, 0));
     control.stop = n + 1 == rounds;
@@ -231,19 +233,37 @@ def program(plan: Plan, queries: int, folder: Path) -> Path:
     return folder / "produce"
 
 
-@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
-@pytest.mark.parametrize(
-    "name", ["softmax", "some layers dense", "shared, gated", "shared of several sizes"]
-)
-def test_chosen_experts_have_a_ring_of_their_own(name: str, queries: int, tmp_path: Path) -> None:
-    """Every block gets what it multiplies, and never waits for a choice with an empty ring."""
-    plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS)).with_room_for(queries, samples=False)
-    assert plan.expert_slots > 0
-    made = program(plan, queries, tmp_path)
+MODELS = ("softmax", "some layers dense", "shared, gated", "shared of several sizes")
+LITTLE_SHARED_BYTES = 160 * 1024  # of a block: nine slots are left
+
+
+def streamed_ahead(plan: Plan, queries: int, folder: Path) -> list[tuple[int, int]]:
+    """(slots that came before choices, choices) of the first block and of the last."""
+    made, found = program(plan, queries, folder), []
     for block in (0, plan.blocks - 1):
         given = [str(made), str(block), "3", str(plan.shared.most_slots)]
         done = subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stdout
         ahead, _, choices = done.stdout.split()
-        assert int(choices) == 3 * sum(layer.router is not None for layer in plan.model.layers)
-        assert int(ahead) >= int(choices)
+        found.append((int(ahead), int(choices)))
+    return found
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("name", MODELS)
+def test_chosen_experts_have_a_ring_of_their_own(name: str, queries: int, tmp_path: Path) -> None:
+    """Every block gets what it multiplies, and never waits for a choice with an empty ring."""
+    plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS)).with_room_for(queries, samples=False)
+    assert plan.expert_slots > 0
+    for ahead, choices in streamed_ahead(plan, queries, tmp_path):
+        assert choices == 3 * sum(layer.router is not None for layer in plan.model.layers)
+        assert ahead >= choices
+
+
+@pytest.mark.parametrize("name", ["some layers dense", "shared, gated"])
+def test_experts_share_a_ring_of_few_slots(name: str, tmp_path: Path) -> None:
+    small = replace(gpu(SMS), shared_bytes=LITTLE_SHARED_BYTES)
+    plan = make_plan(MIXTURES[name], Dtype.BF16, small).with_room_for(1, samples=False)
+    assert plan.expert_slots == 0
+    assert plan.ring_slots == plan.shared.ring_slots == 9
+    assert {ahead for ahead, _ in streamed_ahead(plan, 1, tmp_path)} == {0}
