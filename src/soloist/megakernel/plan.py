@@ -272,11 +272,8 @@ class Plan:
 
     @property
     def _ring_in_words(self) -> str:
-        return (
-            f"{self.ring_slots} + {self.expert_slots}"
-            if self.expert_slots
-            else f"{self.ring_slots}"
-        )
+        of_experts = f" + {self.expert_slots}" if self.expert_slots else ""
+        return f"{self.ring_slots}{of_experts}"
 
     def describe(self) -> str:
         """The plan for people."""

@@ -112,6 +112,7 @@ __device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 la
 }
 
 // gate_up of the MLP that all tokens take, for which the router found the factors of the queries.
+// As `gate_up` in ops/mlp.cuh, without what that waits for and marks: one function for both would change the code of other models.
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
   using Mlp = typename L::SharedMlp;
