@@ -86,6 +86,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--compile", action="store_true", help="kernels into the cache, no GPU")
     asked = parser.parse_args()
+    if not asked.compile:
+        torch.empty(1, device="cuda")  # `Module` wants a context
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "cuda"
         shutil.copytree(CUDA_ROOT, root)

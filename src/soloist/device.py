@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 
-# What a process needs besides a model: interpreter, torch, tokenizer, allocator slack.
+# What a process needs besides a model: interpreter, torch, tokenizer, allocator slack, workspaces
+# of libraries (cuBLAS keeps 34 MB on Hopper for each stream that it multiplies on).
 HEADROOM_BYTES = 300 * 10**6
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -19,8 +19,6 @@ from soloist.prefill.packed_form import ARCH, PIECE, Form, Out, form_of, knows_f
 
 ROWS_KERNEL = "kernels/expert_rows.cu"
 ROWS_ENTRIES = ("route", "choose", "cut", "take", "add_shares")
-# Off until tests on a GPU have run these kernels; then the switch goes.
-RUNS_PACKED_EXPERTS = False
 # Of blocks of `route`, `choose` and `cut`; a thread of `route` has two logits.
 ROUTED_TOKENS, ROUTED_EXPERTS, CHOOSING_WARPS, CUT_WARPS = 16, 32, 4, 32
 _WORD_BYTES = 4
@@ -32,11 +30,6 @@ _LEAST_WIDE_SHARE = 96
 
 def reads_packed_experts(plan: Plan) -> bool:
     """Whether prompts are multiplied by experts as they are packed; elsewhere by their rows."""
-    return RUNS_PACKED_EXPERTS and knows_experts(plan)
-
-
-def knows_experts(plan: Plan) -> bool:
-    """Whether these products can multiply by a plan's experts."""
     if plan.gpu.arch != ARCH or not plan.has_experts:
         return False
     return all(

@@ -31,12 +31,12 @@ from soloist.prefill.expert_form import (
     expert_form,
     expert_rows_source,
     expert_sources,
-    knows_experts,
     most_experts,
     most_neurons,
     most_pieces,
     most_slots,
     piece_rows,
+    reads_packed_experts,
     table_bytes,
 )
 from soloist.prefill.experts import ExpertProducts
@@ -53,7 +53,7 @@ class PackedExperts(ExpertProducts):
     """Multiplies by experts that lie as the decode kernel streams them.
 
     Args:
-        plan: of the decode kernel, as `knows_experts` wants it.
+        plan: of the decode kernel, as `reads_packed_experts` wants it.
         packed: its weights.
         most_tokens: of a pass.
         cache_root: where compiled kernels are kept; None keeps none on disk.
@@ -65,7 +65,7 @@ class PackedExperts(ExpertProducts):
     def __init__(
         self, plan: Plan, packed: PackedWeights, most_tokens: int, cache_root: Path | None
     ) -> None:
-        assert knows_experts(plan), "experts that these kernels know"
+        assert reads_packed_experts(plan), "experts that these kernels know"
         assert packed.experts is not None, "there are experts"
         self._plan, self._experts, self._cache_root = plan, packed.experts, cache_root
         self._device, dtype = packed.experts.device, TORCH_DTYPES[plan.dtype]

@@ -135,7 +135,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     OnHost.folder = RowsOnHost.folder = folder
-    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", True)
     monkeypatch.setattr(packed_experts, "PackedProduct", OnHost)
     monkeypatch.setattr(packed_experts, "ExpertRows", RowsOnHost)
     monkeypatch.setattr(packed_experts, "expert_sources", lambda _: ())
@@ -322,7 +321,7 @@ def test_no_pass_needs_more_pieces_than_there_is_room_for() -> None:
         assert rest < rows
 
 
-def test_where_experts_are_read_as_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_experts_are_read_as_they_are_packed() -> None:
     config, sms = MODELS["usual"]
     hopper, ampere = Gpu("sm_90a", sms, 227 * 1024), TYPICAL["sm_80"]
     assert reads_packed_experts(make_plan(config, Dtype.BF16, hopper))
@@ -331,16 +330,16 @@ def test_where_experts_are_read_as_they_are_packed(monkeypatch: pytest.MonkeyPat
     assert not reads_packed_experts(make_plan(odd, Dtype.BF16, hopper))
     dense = make_plan(PUBLIC["llama-3.2-1b"], Dtype.BF16, TYPICAL["sm_90a"])
     assert not reads_packed_experts(dense)
-    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", False)
-    assert not reads_packed_experts(make_plan(config, Dtype.BF16, hopper))
 
 
-def test_all_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kernels_are_compiled_ahead() -> None:
     config, _ = MODELS["usual"]
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
     # gate_up of both sizes has as many columns; each matrix comes in narrow and in wide pieces.
     assert len(expert_sources(plan)) == 2 + 2 * 2 + 1
     sources = {named.source for named in kernel_sources(plan)}
     assert sources.issuperset(expert_sources(plan))
-    monkeypatch.setattr(expert_form, "RUNS_PACKED_EXPERTS", False)
-    assert sources - {named.source for named in kernel_sources(plan)} == {*expert_sources(plan)}
+    ampere = make_plan(config, Dtype.BF16, TYPICAL["sm_80"])
+    assert not {named.source.kernel for named in kernel_sources(ampere)} & {
+        source.kernel for source in expert_sources(plan)
+    }
