@@ -175,20 +175,6 @@ class Plan:
     # The stream -----------------------------------------------------------------------------------
 
     @property
-    def expert_slots(self) -> int:
-        """Slots of a ring of their own, through which chosen experts come; 0 where there is none.
-
-        While a choice is not known the ring of all else goes on with the next layer's weights.
-        """
-        slots = self.gpu.architecture.tuning.expert_slots if self.has_experts else 0
-        return slots if self.shared.ring_slots >= 2 * slots else 0
-
-    @property
-    def ring_slots(self) -> int:
-        """Slots of the ring of all but chosen experts."""
-        return self.shared.ring_slots - self.expert_slots
-
-    @property
     def copies_in_flight(self) -> tuple[int, int, int]:
         """Slots of weights that a block has asked for and that have not come yet, at most.
 
@@ -197,7 +183,8 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
             if self.waiting_copies_in_flight:
-                return (tuning.quantized_copies_in_flight[1],) * 3
+                most = tuning.quantized_copies_in_flight[1]
+                return (most if self._is_quantized else tuning.copies_in_flight,) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         few = self._streams_little or (
@@ -208,8 +195,12 @@ class Plan:
 
     @property
     def waiting_copies_in_flight(self) -> int:
-        """The same while the block waits for others; 0 where it makes no difference."""
-        uses = self.ranks == 1 and self._is_quantized and not self._streams_little
+        """The same while the block waits for others; 0 where it makes no difference.
+
+        Blocks of a mixture do both: they wait until the choice is known, then for the memory.
+        """
+        differs = self.has_experts or (self._is_quantized and not self._streams_little)
+        uses = self.ranks == 1 and differs
         return self.gpu.architecture.tuning.quantized_copies_in_flight[0] if uses else 0
 
     @property
@@ -233,12 +224,6 @@ class Plan:
         return most if self.waiting_copies_in_flight else max(most, self.copies_in_flight[2])
 
     @property
-    def expert_copies_in_flight(self) -> int:
-        """The same of chosen experts; in fewer bits copies are small, and all slots take some."""
-        tuning = self.gpu.architecture.tuning
-        return self.expert_slots if self._is_quantized else tuning.copies_in_flight
-
-    @property
     def fetch_slots(self) -> int:
         """Slots that are brought to the L2 while the ring is full."""
         tuning = self.gpu.architecture.tuning
@@ -257,23 +242,13 @@ class Plan:
         wait for the memory rather than for each other.
         """
         slots = self.gpu.architecture.tuning.few_quantized_batch_slots
-        return slots if self._streams_little and self.ring_slots >= 2 * slots else 1
+        return slots if self._streams_little and self.shared.ring_slots >= 2 * slots else 1
 
     @property
     def early_slots(self) -> int:
-        """Slots whose weights wait in registers, where the ring has twice as many.
-
-        Beside a ring of experts fewer do, so that the ring of all else has twice as many.
-        """
+        """Slots whose weights wait in registers, where the ring has twice as many."""
         slots = self.gpu.architecture.tuning.early_slots
-        if self.expert_slots:
-            return min(slots, self.ring_slots // 2)
-        return slots if self.ring_slots >= 2 * slots else 0
-
-    @property
-    def _ring_in_words(self) -> str:
-        of_experts = f" + {self.expert_slots}" if self.expert_slots else ""
-        return f"{self.ring_slots}{of_experts}"
+        return slots if self.shared.ring_slots >= 2 * slots else 0
 
     def describe(self) -> str:
         """The plan for people."""
@@ -282,7 +257,7 @@ class Plan:
             f"{self.gpu.num_sms} SMs, {self.image.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{self.image.max_block_bytes / 1e6:.2f} MB in the busiest "
             f"block (mean {self.image.streamed_bytes / self.grid_blocks / 1e6:.2f})",
-            f"ring {self._ring_in_words} x {self.shared.slot_bytes / 1024:g} KB of "
+            f"ring {self.shared.ring_slots} x {self.shared.slot_bytes / 1024:g} KB of "
             f"{self.shared.num_bytes:,} bytes; attention: up to {self.attention.splits} splits a "
             f"KV head, {self.attention.softmax_lanes} softmax lanes",
         ]

@@ -15,7 +15,7 @@ class Tuning:
             and leave the L2 as fast as if it had nothing to do, 48 KB 98 % and twice the time; more
             only wait, and what blocks exchange waits with them.
         quantized_copies_in_flight: the same of models with quantised matrices, while a block waits
-            for others, and while it multiplies.
+            for others, and while it multiplies. The first is that of mixtures in 16 bits, too.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
@@ -24,8 +24,6 @@ class Tuning:
         few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
             which do not wait for sums.
         few_ranks_layer_bytes: see above.
-        expert_slots: of the ring of chosen experts: enough for what is in flight and what is
-            multiplied. All others are for what can be streamed while a choice is not known.
         page_copies_in_flight: of KV pages where a block serves several groups of columns.
         fetch_slots: slots behind those of a full ring that come to the L2 meanwhile, where blocks
             of several GPUs stream at most `fetch_layer_bytes` of a layer: they wait for each other
@@ -66,7 +64,6 @@ class Tuning:
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
     few_ranks_layer_bytes: int = 1024 * 1024
-    expert_slots: int = 5
     page_copies_in_flight: int = 3
     fetch_slots: int = 8
     fetch_cycles: int = 800
@@ -94,7 +91,7 @@ class Tuning:
 HOPPER = Tuning()
 # Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
 # registers.
-NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1, expert_slots=0)
+NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1)
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
 # The compiler spills nothing of quantised matrices then; on sm_80 it does in any case.

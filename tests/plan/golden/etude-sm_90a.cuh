@@ -376,14 +376,12 @@ struct Model {
   static constexpr float kEpsilon = 0x1.0c6f7a0000000p-20f;
   static constexpr float kScoreScale = 0x1.7154760000000p-3f;
   static constexpr unsigned kRingSlots = 12u;
-  static constexpr unsigned kExpertSlots = 0u;
   static constexpr unsigned kRingBytes = 196608u;
   static constexpr unsigned kCopies = 2u;
   static constexpr unsigned kHalfCopies = 2u;
   static constexpr unsigned kEmptyCopies = 2u;
   static constexpr unsigned kWaitingCopies = 0u;
   static constexpr unsigned kHeadCopies = 3u;
-  static constexpr unsigned kExpertCopies = 3u;
   static constexpr unsigned kFetchSlots = 0u;
   static constexpr unsigned kReduceBytes = 16384u;
   static constexpr unsigned kWideReduceBytes = 22528u;

@@ -98,7 +98,7 @@ RING = r"""
 #pragma once
 #include "ptx/memory.cuh"
 #include "sync/wait.cuh"
-template <class M, u32 kSlots = M::kRingSlots>
+template <class M>
 struct Ring {
   u32 slot = 0;
   u32 take() { return M::kSlotBytes * slot++; }

@@ -13,12 +13,6 @@ __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
   static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
   return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
 }
-// Through which chosen experts come.
-template <class M>
-__device__ __forceinline__ auto& expert_ring(Context<M>& cx) {
-  if constexpr (M::kExpertSlots > 0) return cx.expert_ring;
-  else return cx.ring;
-}
 template <class M>
 __device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
   u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
@@ -226,7 +220,7 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
   for (u32 tile = first; tile < end; ++tile) {
     if (!kStay && GateUp::kSteps % GateUp::kDepth != 0 && tile > first) ahead.fill(operand);
     Sums<GateUp> sums;
-    multiply<2, !kStay>(expert_ring(cx), cx.warp, cx.lane, operand, ahead, sums, [] {});
+    multiply<2, !kStay>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
     const u32 slot = tile / GateUp::kUnits;
     if (tile + 1 == end) cx.mark();
     publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile % GateUp::kUnits * 8);
@@ -267,8 +261,8 @@ __device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
 }
 
 // A block's rows of one expert; activations that come next take the place of those that were used.
-template <bool kAgain, class Op, class M, u32 kInRing>
-__device__ __forceinline__ void multiply_rows(Ring<M, kInRing>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
+template <bool kAgain, class Op, class M>
+__device__ __forceinline__ void multiply_rows(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
                                               Ahead<Op>& ahead, Sums<Op>& sums) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
   if (Op::kEven || units == Op::kMaxUnits) {
@@ -351,7 +345,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
     if constexpr (kAhead) {
       const u32 next = min(slot + 1, count - 1);
       const auto operand = slot_operand<L>(cx, gated, next, slots.queries[next], layer);
-      multiply_rows<true>(expert_ring(cx), cx.warp, cx.lane, units, operand, ahead, sums);
+      multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
       if (!has_come(ahead)) ahead.fill(operand);
     } else if constexpr (kApart) {
       const u32 after = min(slot + 1, count - 1);
@@ -360,13 +354,13 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       Ahead<Down> next;
       ask_for_slot(next, following);
       if constexpr (kConverting) __syncwarp();  // all lanes are done with what the last slot's became
-      multiply_rows<false>(expert_ring(cx), cx.warp, cx.lane, units, operand, ahead, sums);
+      multiply_rows<false>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
       if (!has_come(next)) next.fill(following);
       ahead = next;
     } else {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
       if constexpr (kConverting) __syncwarp();  // the same
-      multiply_owned<Down>(expert_ring(cx), cx.warp, cx.lane, units, operand, sums, [&] {
+      multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
         if (!L::kHasSharedMlp && slot == 0) cx.arrived();
       });
     }

@@ -13,8 +13,8 @@ __device__ __forceinline__ u8* gated_operand(const Context<M>& cx, u32 epoch) {
 }
 
 // One of several groups: kTiles tiles, or what the last group of a block has.
-template <class Op, class M, u32 kInRing>
-__device__ __forceinline__ void multiply_group(Ring<M, kInRing>& ring, u32 warp, u32 lane, u32 tiles, const GlobalOperand<Op>& operand,
+template <class Op, class M>
+__device__ __forceinline__ void multiply_group(Ring<M>& ring, u32 warp, u32 lane, u32 tiles, const GlobalOperand<Op>& operand,
                                                Ahead<Op>& ahead, Sums<Op>& sums) {
   constexpr u32 kLast = (Op::kMaxUnits - 1) % Op::kTiles + 1, kFewer = kLast - 1;
   constexpr bool kSomeFewer = !Op::kEven && kFewer > 0;

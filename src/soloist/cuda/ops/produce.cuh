@@ -35,10 +35,8 @@ __device__ __forceinline__ Part part_of_phase(const u8* image, u32 layer, u32 ph
   return part;
 }
 
-// Of the ring, or of the one through which chosen experts come.
-template <class M, bool kOfExperts = false>
+template <class M>
 struct Producer {
-  static constexpr u32 kSlots = kOfExperts ? M::kExpertSlots : M::kRingSlots;
   const Params& params;
   Slots slots;
   volatile Where* where;
@@ -70,37 +68,36 @@ struct Producer {
   }
   // Copies in flight, by how much of the ring is free, and fewer while the consumers wait: then what they wait for comes sooner.
   __device__ __forceinline__ u32 planned() const {
-    if constexpr (kOfExperts) return M::kExpertCopies;
     if (of_head) return M::kHeadCopies;
     if (M::kWaitingCopies > 0 && *waits) return M::kWaitingCopies;
     if (M::kCopies == M::kEmptyCopies) return M::kCopies;
-    return is_free(kSlots * 2 / 3) ? M::kEmptyCopies : is_free(kSlots / 3) ? M::kHalfCopies : M::kCopies;
+    return is_free(M::kRingSlots * 2 / 3) ? M::kEmptyCopies : is_free(M::kRingSlots / 3) ? M::kHalfCopies : M::kCopies;
   }
   // Whether the slot so many places on is free, too.
   __device__ __forceinline__ bool is_free(u32 ahead) const {
-    const bool wraps = slot + ahead >= kSlots;
-    return mbarrier_test(slots.empty + (slot + ahead - (wraps ? kSlots : 0)) * 8, parity ^ 1 ^ wraps);
+    const bool wraps = slot + ahead >= M::kRingSlots;
+    return mbarrier_test(slots.empty + (slot + ahead - (wraps ? M::kRingSlots : 0)) * 8, parity ^ 1 ^ wraps);
   }
 
   // `most`: copies of pages in flight, this one included; of weights the plan says. Called by the staging lanes.
   template <bool kOfPage>
-  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = kSlots) {
+  __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
     if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
-    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < kSlots && issued >= in_flight) {
+    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && issued >= in_flight) {
       const bool wraps = slot < in_flight;
-      const u32 earlier = wraps ? slot + kSlots - in_flight : slot - in_flight;
+      const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     stage(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
-    if (++slot == kSlots) {
+    if (++slot == M::kRingSlots) {
       slot = 0;
       parity ^= 1;
     }
     ++issued;
-    if constexpr (!kOfExperts) where->copies = issued;
+    where->copies = issued;
   }
 
   // Slots `begin` ... `end - 1` of this block's part of a matrix, one after the other; the last one may be half a slot.
@@ -130,7 +127,7 @@ struct Producer {
       PageWalk<M> walk(g, layer);
       const u32 num_groups = kMostQueries > 1 ? __popc(groups.own) : 1;
       const u32 num_slots = num_groups * walk.count() * (M::kPageSlot ? 1 : 2);
-      const u32 most = num_groups > 1 && num_slots <= 2 * kSlots ? kPageCopies : kSlots;
+      const u32 most = num_groups > 1 && num_slots <= 2 * M::kRingSlots ? kPageCopies : M::kRingSlots;
 #pragma unroll 1
       while (walk.any()) {
         const i32 mine = walk.ahead(lane);
@@ -158,7 +155,7 @@ struct Producer {
     if (lane >= kStagingLanes || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
-        slot = kSlots;
+        slot = M::kRingSlots;
         parity ^= 1;
       }
       --slot;
@@ -233,31 +230,11 @@ __device__ __forceinline__ Part shared_part_of_phase(const u8* image, u32 layer,
   });
   return part;
 }
-// What comes next through the ring when a layer's choice is awaited: of the layer itself, of the next one, or the head.
-template <class M>
-__device__ __forceinline__ Part part_after_choice(const u8* image, u32 layer) {
-  if constexpr (M::kHasSharedMlp)
-    if (has_shared_part<M>(layer)) return shared_part_of_phase<M>(image, layer, kGateUpPhase + 1);
-  return layer + 1 == M::kLayers ? part_of<M, typename M::Head>(image, 0) : part_of_phase<M>(image, layer + 1, 0);
-}
-// While a layer's choice is not known, and as far as the ring has room: slots of what comes next through it. Returns how many.
-template <class M>
-__device__ __forceinline__ u32 stream_ahead(Producer<M>& p, const Part& part, u32 chosen_barrier, u32 choices) {
-  u32 slots = 0;
-#pragma unroll 1
-  for (; slots < M::kRingSlots; ++slots) {
-    if (__any_sync(~0u, mbarrier_test(chosen_barrier, choices & 1))) break;
-    p.weights(part, slots, slots + 1);
-  }
-  return slots;
-}
-
 template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
-                                        const Slots& expert_slots, u32 round_barrier, u32 chosen_barrier, u32 lane) {
+                                        u32 round_barrier, u32 chosen_barrier, u32 lane) {
   [[maybe_unused]] u32 choices = 0;
   Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
-  [[maybe_unused]] Producer<M, true> of_experts{params, expert_slots, where, &control->waits, p.policy, lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;
@@ -286,21 +263,11 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
         const auto& chosen = *reinterpret_cast<const ExpertSlots<M>*>(reinterpret_cast<const u8*>(control) - M::kShControl + M::kShChoice);
         if (!p.of_head && is_of_experts<M>(layer, phase)) {
           if constexpr (M::kHasSharedMlp)
-            if (has_shared_part<M>(layer)) {
-              p.weights(shared_part_of_phase<M>(params.image, layer, phase), begin);
-              begin = 0;
-            }
-          if (phase == kGateUpPhase) {
-            if constexpr (M::kExpertSlots > 0) begin = stream_ahead(p, part_after_choice<M>(params.image, layer), chosen_barrier, choices);
-            mbarrier_wait(chosen_barrier, choices++ & 1);
-          }
+            if (has_shared_part<M>(layer)) p.weights(shared_part_of_phase<M>(params.image, layer, phase));
+          if (phase == kGateUpPhase) mbarrier_wait(chosen_barrier, choices++ & 1);
           const u32 count = num_expert_parts<M>(chosen, layer, phase);
 #pragma unroll 1
-          for (u32 n = 0; n < count; ++n) {
-            const Part part = expert_part<M>(params, chosen, layer, phase, n);
-            if constexpr (M::kExpertSlots > 0) of_experts.weights(part);
-            else p.weights(part);
-          }
+          for (u32 n = 0; n < count; ++n) p.weights(expert_part<M>(params, chosen, layer, phase, n));
           continue;
         }
       }

@@ -145,7 +145,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kNumBarriers = 2 * (M::kRingSlots + M::kExpertSlots) + 6 + (M::kMostSlots > 0);
+inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + (M::kMostSlots > 0);
 
 // What a warp is known to be: registers move when it takes its role, in the kernel's first launch.
 struct AnyWarp {
@@ -165,7 +165,6 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   const u32 slots = kept_address(dynamic), full = kept_address(all_barriers), empty = full + M::kRingSlots * 8;
   const u32 first = empty + M::kRingSlots * 8, finished = first + 40;
   const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32, first + 48};
-  const u32 expert_slots = slots + M::kRingSlots * M::kSlotBytes, expert_full = first + 56, expert_empty = expert_full + M::kExpertSlots * 8;
   u8* const fixed = at_shared<u8>(slots + M::kRingBytes);
   Control* const control = reinterpret_cast<Control*>(fixed + M::kShControl);
   Where* const where = at_shared<Where>(kept_address(&progress));
@@ -174,11 +173,6 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
       mbarrier_init(full + i * 8, kStagingLanes);
       mbarrier_init(empty + i * 8, kReleases);
     }
-    if constexpr (M::kExpertSlots > 0)
-      for (u32 i = 0; i < M::kExpertSlots; ++i) {
-        mbarrier_init(expert_full + i * 8, kStagingLanes);
-        mbarrier_init(expert_empty + i * 8, kReleases);
-      }
     for (u32 i = 0; i < 6 + (M::kMostSlots > 0); ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
     *where = Where{0, 0, 0, 0, 0, 0};
     control->queries = Queries{params.launch->queries};
@@ -198,8 +192,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   if (Role::kIsNew ? warp >= kConsumerWarps : Role::kHelps) {
     if constexpr (Role::kIsNew) give_registers();
     if (warp == kConsumerWarps)
-      produce<M>(params, control, where, Slots{slots, full, empty}, Slots{expert_slots, expert_full, expert_empty}, barriers.round,
-                 barriers.chosen, lane);
+      produce<M>(params, control, where, Slots{slots, full, empty}, barriers.round, barriers.chosen, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       // Its address anew: the compiler spills it rather than keep it until here.
       report<M>(params, at_shared<Control>(kept_address(dynamic) + M::kRingBytes + M::kShControl), barriers);
@@ -211,8 +204,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{slots, full, empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
-               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen,
-               ExpertRing<M>{expert_slots, expert_full, expert_empty, 0, 0}};
+               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen};
     consume(cx, barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});

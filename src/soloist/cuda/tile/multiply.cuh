@@ -57,8 +57,8 @@ __device__ __forceinline__ void multiply_pair(Steps& steps, Sums& sums, u32 i, u
 }
 
 // Weights of 16 bits.
-template <u32 kHalves, bool kAgain, class Op, class Arrived, class M, u32 kInRing>
-__device__ __forceinline__ void multiply_plain(Ring<M, kInRing>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                                Sums<Op>& sums, const Arrived& arrived) {
   using Order = TileOrder<kHalves, Op::kDepth>;
   using Fragments = typename Op::Format;
@@ -133,8 +133,8 @@ struct Count {
 };
 
 // Weights that are worked on before they are multiplied, several tiles to a slot. With one query the next slot's come meanwhile.
-template <u32 kHalves, bool kAgain, class Op, class Arrived, class M, u32 kInRing>
-__device__ __forceinline__ void multiply_quantized(Ring<M, kInRing>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
                                                    Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
   using Whole = TileOrder<kHalves, Op::kDepth>;
   using Fragments = typename FragmentsOf<Op>::Type;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M, kInRing>& ring, u32 w
   // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
   constexpr u32 kLast = (kTiles - 1) / kTogether * kTogether;
   constexpr bool kMoves = kLast == 0 || (kEarly == 0 && kLast / kTogether % 2 == 0);
-  static_assert(kTogether / kSlotTiles <= kInRing, "a warp takes that many before it releases one");
+  static_assert(kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   static_assert(!Op::kPairsSteps || (kHalves % 2 == 0 && Op::kDepth % 2 == 0 && Op::kSteps % 2 == 0), "whole tiles of two steps");
@@ -229,11 +229,11 @@ __device__ __forceinline__ void multiply_quantized(Ring<M, kInRing>& ring, u32 w
 //
 // Weights of the first slots come to registers before the activations are waited for: that makes room in
 // the ring, and the stream goes on. `arrived` is called once the first activations are there.
-template <u32 kHalves, bool kAgain, class Op, class Arrived, class M, u32 kInRing>
-__device__ __forceinline__ void multiply(Ring<M, kInRing>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
                                          Sums<Op>& sums, const Arrived& arrived) {
   static_assert(Op::Format::kHalfBytes == Op::kHalfTileBytes, "the plan's layout");
-  static_assert(kBatch <= kInRing, "a warp takes that many before it releases one");
+  static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
   sums.clear();
   if (kAblation == kNoMultiply) return arrived();
   if constexpr (kArithmetic<Op> == Arithmetic::kPlain) multiply_plain<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
@@ -241,8 +241,8 @@ __device__ __forceinline__ void multiply(Ring<M, kInRing>& ring, u32 warp, u32 l
 }
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.
-template <class Op, class Arrived, class M, u32 kInRing>
-__device__ __forceinline__ void multiply_owned(Ring<M, kInRing>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
+template <class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
                                                Sums<Op>& sums, const Arrived& arrived) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
   Ahead<Op> ahead;

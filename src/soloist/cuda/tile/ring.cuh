@@ -1,6 +1,4 @@
 // The consumers' side of the weight ring: slots in shared memory that the producer warp fills in order.
-//
-// A model with experts has a second one for those that are chosen: what is certain comes through the first one meanwhile.
 #pragma once
 #include "ptx/stage.cuh"
 #include "sync/wait.cuh"
@@ -9,8 +7,7 @@
 // by every lane.
 inline constexpr u32 kReleases = kRacecheck ? kConsumerThreads : kConsumerWarps;
 
-// `kSlots` of them.
-template <class M, u32 kSlots = M::kRingSlots>
+template <class M>
 struct Ring {
   u32 base;   // shared address of slot 0
   u32 full;   // barriers: kStagingLanes arrivals, which wait for the slot's bytes
@@ -21,20 +18,20 @@ struct Ring {
   // Wait for the slot that is `ahead` places from the current one; returns its shared address. Pairs with
   // expect + copy in `produce`.
   __device__ __forceinline__ u32 wait(u32 ahead) const {
-    const bool wraps = slot + ahead >= kSlots;
-    const u32 at = slot + ahead - (wraps ? kSlots : 0);
+    const bool wraps = slot + ahead >= M::kRingSlots;
+    const u32 at = slot + ahead - (wraps ? M::kRingSlots : 0);
     if (kAblation < kNoStream) mbarrier_wait(full + at * 8, parity ^ wraps);
     return base + at * M::kSlotBytes;
   }
   // Go on by `count` slots, at most as many as the ring has.
   __device__ __forceinline__ void advance(u32 count) {
     slot += count;
-    if (slot < kSlots) return;
-    slot -= kSlots;
+    if (slot < M::kRingSlots) return;
+    slot -= M::kRingSlots;
     parity ^= 1;
   }
   // The slot that is `count` places behind the current one.
-  __device__ __forceinline__ u32 before(u32 count) const { return slot - count + (slot < count ? kSlots : 0); }
+  __device__ __forceinline__ u32 before(u32 count) const { return slot - count + (slot < count ? M::kRingSlots : 0); }
   // Wait for the current slot and go on to the next.
   __device__ __forceinline__ u32 take() {
     const u32 address = base + slot * M::kSlotBytes;
@@ -49,21 +46,18 @@ struct Ring {
     if (kAblation >= kNoStream) return;
     __syncwarp();
     const u32 mine = first + lane;
-    if (lane < count) mbarrier_arrive_after(loaded, empty + (mine < kSlots ? mine : mine - kSlots) * 8);
+    if (lane < count) mbarrier_arrive_after(loaded, empty + (mine < M::kRingSlots ? mine : mine - M::kRingSlots) * 8);
   }
   // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. It has waited
   // for all of them.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {
     if (kAblation >= kNoStream) return;
     if constexpr (kRacecheck) {
-      for (u32 i = first; i < first + count; ++i) mbarrier_arrive(empty + (i < kSlots ? i : i - kSlots) * 8);
+      for (u32 i = first; i < first + count; ++i) mbarrier_arrive(empty + (i < M::kRingSlots ? i : i - M::kRingSlots) * 8);
       return;
     }
     __syncwarp();
     const u32 mine = first + lane;
-    if (lane < count) mbarrier_arrive(empty + (mine < kSlots ? mine : mine - kSlots) * 8);
+    if (lane < count) mbarrier_arrive(empty + (mine < M::kRingSlots ? mine : mine - M::kRingSlots) * 8);
   }
 };
-
-template <class M>
-using ExpertRing = Ring<M, (M::kExpertSlots > 0 ? M::kExpertSlots : M::kRingSlots)>;
