@@ -373,6 +373,14 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             )
         )
         for gpus in (1, 2, 4, 8)
+    }
+    | {
+        "2-h200-quantized.json": File(
+            tuple(
+                _decode(shape, f"--weights int4 {_RUN} --gpus 2")
+                for shape in ("llama-3.1-8b", "laneformer-2b-as-llama")
+            )
+        )
     },
 }
 

@@ -229,6 +229,47 @@ def h200_quantized() -> str:
     return table((*headings, "decode tokens/s", "min – max", "MBU"), cells, 2)
 
 
+def h200_gguf() -> str:
+    """One model as GGUF files, and rounded to int4."""
+    cells = [
+        (
+            f"`{Path(r['command'].split()[3]).parent.name}`",
+            f"{r['streamed_bytes_per_token'] / 1e9:.2f}", *_speed(r, 0), f"{r['mbu']:.0%}",
+        )
+        for r in rows_of("h200-gguf.json")
+    ]  # fmt: skip
+    return table(("file", "GB a step", "decode tokens/s", "min – max", "MBU"), cells)
+
+
+def h200_kept() -> str:
+    """Long prompts of which others kept a part or nothing, by both ways of attention."""
+    found: dict[tuple[str, int, int], dict[bool, str]] = {}
+    for r in rows_of("h200-kept-prompts.json", "prefill"):
+        name = r["shape"], int(r["prompt_tokens"]), int(r["cached_tokens"])
+        library = "--no-page-attention" in r["command"].split()
+        found.setdefault(name, {})[library] = f"{r['ttft_ms']['median']:,.1f}"
+    cells = [
+        (shape, f"{tokens:,}", f"{kept:,}", of[False], of[True])
+        for (shape, tokens, kept), of in found.items()
+    ]
+    headings = ("shape", "prompt tokens", "of them cached", "ms from pages", "ms by the library")
+    return table(headings, cells)
+
+
+def h200_predictions() -> str:
+    """Predicted answers, each in turn with the same texts without drafts."""
+    found = rows_of("h200-predictions.json")
+    cells = [
+        (
+            r["shape"], _stored(r), f"{r['wrong']:.0%}", f"{r['tokens_per_round']:.2f}",
+            *_speed(r, 0), _speed(plain, 0)[0],
+        )
+        for plain, r in zip(found[::2], found[1::2], strict=True)
+    ]  # fmt: skip
+    headings = ("shape", "weights", "wrong", "tokens a step", "tokens/s", "min – max", "without")
+    return table(headings, cells, 2)
+
+
 def h200_quantized_startup() -> str:
     """Time and memory to load files of about as many bytes, quantised and not."""
     cells = []
@@ -527,6 +568,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-startup": h200_startup,
     "h200-accuracy": h200_accuracy,
     "h200-quantized": h200_quantized,
+    "h200-gguf": h200_gguf,
+    "h200-kept": h200_kept,
+    "h200-predictions": h200_predictions,
     "h200-quantized-accuracy": h200_quantized_accuracy,
     "h200-quantized-startup": h200_quantized_startup,
     "etude-quantized": etude_quantized,
