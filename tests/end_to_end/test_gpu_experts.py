@@ -1,6 +1,7 @@
 """Mixtures of experts in the decode kernel and in prompts, on one GPU and its ranks."""
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ from end_to_end.test_experts import WITH_SHARED, write_mixture
 from end_to_end.test_gpu_kinds_and_formats import here, loaded
 from end_to_end.test_gpu_lanes import Spread, rounded
 from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
-from interpreter.mixtures import MIXTURES, OF_WHOLE_WORDS, SMS
+from interpreter.mixtures import MIXTURES, OF_WHOLE_WORDS, SMS, routing_early
 from interpreter.models import prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -58,6 +59,20 @@ NOT_ROUNDED = Rounding()
 MOST_ERROR = 0.02
 
 
+@pytest.fixture
+def routes_early(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether logits of experts come beside attention_output, in plans of one GPU."""
+    with routing_early(early=request.param):
+        yield request.param
+
+
+EARLY_OR_NOT = pytest.mark.parametrize(
+    "routes_early", [False, True], indirect=True, ids=["after", "early"]
+)
+
+
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("name", ["half steps", "softmax", "shared, gated"])
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8"])
 def test_quantised_experts(kind: str, name: str) -> None:
@@ -106,6 +121,8 @@ def spread(config: ModelConfig, ranks: int = 1) -> tuple[Spread, dict[str, Tenso
     )
 
 
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_are_the_references(name: str, ranks: int) -> None:
@@ -123,6 +140,8 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
     assert torch.equal(eight, one_by_one[:144])
 
 
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("name", ["softmax", "some layers dense", "shared of several sizes"])
 def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, queries: int) -> None:
@@ -135,6 +154,8 @@ def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, queries: int) -> 
     assert torch.equal(model.logits(ids, queries), wanted)
 
 
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None:
     """Of one query, and of two sequences side by side."""
@@ -148,6 +169,8 @@ def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None
     assert [round_[1] for round_ in both] == [round_[0] for round_ in tokens[0]]
 
 
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
 @pytest.mark.parametrize("name", ["softmax", "shared, gated"])
 def test_activations_that_are_no_numbers_end_a_launch_in_order(name: str, queries: int) -> None:
@@ -252,6 +275,8 @@ def test_no_bit_of_a_token_depends_on_how_its_prompt_is_cut(wide: Prefill) -> No
         assert same(read(wide, ids, cut(1500, first, most), by_graph=False), cold), first
 
 
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("words", [6, 300], ids=["read by the kernel", "read by prefill"])
 @pytest.mark.parametrize(
     "how", [{}, {"rank_devices": (0, 0)}, *({"weights": codes} for codes in AT_LOAD.values())],

@@ -1,13 +1,26 @@
 """Small mixtures of experts, and plans of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from interpreter.models import CONTEXT
+from soloist.megakernel.tuning import HOPPER
 from soloist.model.config import Attention, Layer, Mixture, Mlp, ModelConfig, Router
 from soloist.model.rope import Rope
 
 _NORMED = Attention(4, 2, 32, qk_norm=True)
+
+
+@contextmanager
+def routing_early(*, early: bool) -> Iterator[None]:
+    """Plans that are made meanwhile have logits of experts beside attention_output, or not."""
+    before = HOPPER.routes_early
+    object.__setattr__(HOPPER, "routes_early", early)
+    try:
+        yield
+    finally:
+        object.__setattr__(HOPPER, "routes_early", before)
 
 
 def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:

@@ -32,6 +32,7 @@ from soloist.model.torch_types import Weights
 from soloist.prefill import elementwise
 from soloist.reference.build import build_reference
 from soloist.weights.packing import ordered, pack, place, place_expert, table_of
+from soloist.weights.routers import router_outputs
 from soloist.weights.sharding import shard_all
 from unit.model.configurations import (
     ABSENT,
@@ -225,6 +226,7 @@ def _load_lane(
         else values[place_here]
         for name, values in parts.items()
     }
+    weights |= router_outputs(plan, weights, torch.device("cpu"), dtype)
     # In bytes all ones are NaN.
     rounds = _rounds(plan, dtype)
     image = torch.full((plan.blocks, layout.block_stride // (1 if rounds else 2)), torch.nan)

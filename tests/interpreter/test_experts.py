@@ -1,12 +1,20 @@
 """Plans with experts give the reference's logits, and each query the bits that it has alone."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from interpreter.mixtures import MIXTURES, SHARED, SMS, wide_experts, with_shared_mlp
+from interpreter.mixtures import (
+    MIXTURES,
+    SHARED,
+    SMS,
+    routing_early,
+    wide_experts,
+    with_shared_mlp,
+)
 from interpreter.models import Bench, gpu, load, load_experts, prompt, reference_logits
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -30,6 +38,38 @@ ATOL = 1e-4
 
 def plan_of(config: ModelConfig, ranks: int = 1) -> Plan:
     return make_plan(config, Dtype.BF16, gpu(SMS), ranks)
+
+
+@pytest.fixture
+def routes_early() -> Iterator[None]:
+    with routing_early(early=True):
+        yield
+
+
+@pytest.mark.usefixtures("routes_early")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_experts_may_come_with_attention(name: str) -> None:
+    """From a product of the router and attention_output; a query has the bits it has alone."""
+    config = MIXTURES[name]
+    plan, weights, ids = plan_of(config), random_weights(config), prompt(config, 40)
+    assert plan.routes_early
+    wanted = reference_logits(config, weights, ids)
+    bench = Bench(config, plan, weights)
+    torch.testing.assert_close(bench.feed(ids[:4]), wanted[:4], rtol=0, atol=ATOL)
+    torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
+    rounded = Bench(config, plan, weights, torch.bfloat16)
+    one_by_one = rounded.feed(ids[:9])
+    assert torch.equal(rounded.feed(ids[:9], 3), one_by_one)
+
+
+@pytest.mark.usefixtures("routes_early")
+@pytest.mark.parametrize("kind", ["fp8-block", "int4", "int8"])
+def test_quantised_logits_may_come_with_attention(kind: str) -> None:
+    config = MIXTURES["softmax"]
+    bench, meant = quantised_bench(config, kind, 1, None)
+    ids = prompt(config, 20)
+    wanted = reference_logits(config, meant, ids)
+    torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -260,9 +300,14 @@ def test_experts_of_too_few_neurons_for_the_ranks_are_refused() -> None:
         plan_of(MIXTURES["softmax"], 4)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "some layers dense", *SHARED])
-def test_what_is_packed_for_a_gpu_is_what_the_interpreter_reads(name: str) -> None:
-    config = MIXTURES[name]
+def test_what_is_packed_for_a_gpu_is_what_the_interpreter_reads(name: str, early: bool) -> None:
+    with routing_early(early=early):
+        require_packed_alike(MIXTURES[name])
+
+
+def require_packed_alike(config: ModelConfig) -> None:
     plan, weights = plan_of(config), random_weights(config)
     packed = pack_weights(plan, dict(weights), torch.device("cpu"))
     experts = load_experts(plan, weights, torch.bfloat16)

@@ -83,6 +83,8 @@ class Exchanges:
             operands.setdefault(self.gated(kind), _gated(kind))
             if (shared := _shared_gated(kind)) is not None:
                 operands.setdefault(self.shared_gated(kind), shared)
+        if any(kind.routes_early for kind in self.kinds):
+            operands["hidden_router"] = operands["hidden_in"]
         return operands | ({"hidden_out": _activations(self.head)} if self.shape.meets else {})
 
     def gated(self, kind: LayerKind) -> str:
@@ -233,6 +235,7 @@ class SharedMemory:
         samples: there is also room for choosing tokens otherwise than by the largest logit.
         most_slots: distinct experts that the queries of a launch can choose; 0 without experts.
         gates_shared: some layer's MLP beside experts has a gate.
+        routes_early: see LayerKind.
     """
 
     shape: ModelShape
@@ -244,6 +247,7 @@ class SharedMemory:
     samples: bool
     most_slots: int = 0
     gates_shared: bool = False
+    routes_early: bool = False
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -286,7 +290,8 @@ class SharedMemory:
             words = 1 + queries * (MOST_EXPERTS // 32) + self.most_slots * (2 + queries)
             words += queries if self.gates_shared else 0
             sizes["choice"] = (words, 4)
-            sizes["expert_logits"] = (2, CONSUMER_WARPS, queries, 4)
+            parts = 2 if self.routes_early else 1  # of the stream, and of attention
+            sizes["expert_logits"] = (2, parts, CONSUMER_WARPS, queries, 4)
         buffers = stack(sizes, value_bytes=1)
         if not self.converts:
             return buffers

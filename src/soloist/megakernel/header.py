@@ -238,7 +238,9 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kHalfTileBytes": next(iter(half_tiles)) if len(half_tiles) == 1 else 0,
     }
     constants |= _lanes(plan) | _experts(plan)
-    names = ("sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out")
+    names = (
+        "sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out", "hidden_router",
+    )  # fmt: skip
     constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
         constants[f"kWs{_pascal(name)}"] = constants[f"kWs{_pascal(name)}Bytes"] = 0
@@ -282,6 +284,18 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield f"  {inline} void of_layer(unsigned layer, const Use& use) {{"
     yield from _indented(_choice_of_kind(name, loops, variants), 2)
     yield "  }"
+    yield from _norms(plan)
+    yield "  // All layers in order."
+    yield "  template <class C>"
+    yield f"  {inline} void run_layers(C& cx) {{"
+    yield from _indented(_layer_loops(loops), 2)
+    yield "  }"
+    yield "};"
+
+
+def _norms(plan: Plan) -> Iterator[str]:
+    """Functions that say where the norms of a layer lie among all vectors."""
+    inline = "static __device__ __forceinline__"
     yield "  // Where the norm before a layer lies; after the last layer, the final one."
     yield f"  {inline} unsigned long long attention_norm(unsigned layer) {{"
     yield "    unsigned long long at = kFinalNorm;"
@@ -291,12 +305,18 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield "    });"
     yield "    return at;"
     yield "  }"
-    yield "  // All layers in order."
-    yield "  template <class C>"
-    yield f"  {inline} void run_layers(C& cx) {{"
-    yield from _indented(_layer_loops(loops), 2)
+    if not plan.routes_early:
+        return
+    yield "  // The same of the norm before an MLP; after the last layer, that of the first."
+    yield f"  {inline} unsigned long long mlp_norm(unsigned layer) {{"
+    yield "    const unsigned own = layer < kLayers ? layer : 0;"
+    yield "    unsigned long long at = 0;"
+    yield "    of_layer(own, [&](auto kind) {"
+    yield "      using L = decltype(kind);"
+    yield "      at = L::vectors(own) + L::kVecMlpNorm;"
+    yield "    });"
+    yield "    return at;"
     yield "  }"
-    yield "};"
 
 
 def _layers_of(
@@ -565,13 +585,15 @@ _VECTORS = (
 )  # fmt: skip
 
 
-_ROUTER_VECTORS = ("router", "router_correction")
+_ROUTER_VECTORS = ("router", "router_correction", "router_output")
 
 
 def _experts(plan: Plan) -> dict[str, Value]:
     """Constants of a model's experts; 0 where it has none."""
     kinds = [kind.experts for kind in plan.image.kinds if kind.experts]
-    constants: dict[str, Value] = {"kMostSlots": plan.shared.most_slots}
+    constants: dict[str, Value] = {
+        "kMostSlots": plan.shared.most_slots, "kFeedsRouters": plan.routes_early,
+    }  # fmt: skip
     if kinds:
         constants["kMostExperts"] = max(experts.router.num_experts for experts in kinds)
         constants["kMostLogits"] = max(experts.num_logits for experts in kinds)
@@ -584,7 +606,7 @@ def _experts_of(kind: LayerKind) -> dict[str, Value]:
     """Constants of a layer's experts."""
     experts = kind.experts
     if experts is None:
-        return {"kExperts": 0}
+        return {"kExperts": 0, "kRoutesEarly": False}
     router = experts.router
     return {
         "kExperts": router.num_experts,
@@ -601,6 +623,7 @@ def _experts_of(kind: LayerKind) -> dict[str, Value]:
         "kSlotColumns": experts.slot_columns,
         "kHasSharedMlp": "shared.down" in kind.operations,
         "kGatesShared": experts.gates_shared,
+        "kRoutesEarly": kind.routes_early,
     }
 
 

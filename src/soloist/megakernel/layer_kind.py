@@ -258,16 +258,35 @@ class LayerKind:
         own = sum(op.matrix.block_bytes(block) for op in self.in_blocks.values())
         return own + (self.experts.block_bytes(block) if self.experts else 0)
 
+    @property
+    def routes_early(self) -> bool:
+        """Logits of experts follow from the stream before attention and from what attention gives.
+
+        Where attention is spread over ranks none of them has all of it.
+        """
+        if self.experts is None or self.spread.is_shared or self.layer.attention.output_bias:
+            return False
+        if self.operations["attention_output"].matrix.format.is_permuted:
+            return False
+        return self.spread.gpu.architecture.tuning.routes_early
+
+    @property
+    def _vector_sizes(self) -> dict[str, int]:
+        sizes = vector_sizes(self.layer, self.hidden_size)
+        if self.routes_early and self.experts is not None:
+            attended = self.operations["attention_output"].matrix.columns
+            sizes["router_output"] = self.experts.num_logits * attended
+        return sizes
+
     @cached_property
     def vectors(self) -> dict[str, Buffer]:
         """fp32 norm weights, biases and router of one layer, in bytes from the layer's start."""
-        sizes = vector_sizes(self.layer, self.hidden_size)
-        return {name: self._vectors_and_tables[name] for name in sizes}
+        return {name: self._vectors_and_tables[name] for name in self._vector_sizes}
 
     @cached_property
     def _vectors_and_tables(self) -> dict[str, Buffer]:
         """Tables of columns have the names of their tensors, such as 'down.columns'."""
-        sizes = vector_sizes(self.layer, self.hidden_size)
+        sizes = self._vector_sizes
         for name, op in self.operations.items():
             if op.matrix.format.is_permuted:
                 sizes[name + COLUMNS] = op.table_values

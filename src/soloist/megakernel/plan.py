@@ -158,7 +158,7 @@ class Plan:
         hidden_rows = max(kind.operations["down"].matrix.max_units for kind in self.image.kinds) * 8
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
-            self.queries, self.samples, self._most_slots, self._gates_shared,
+            self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
         )  # fmt: skip
 
     @property
@@ -171,6 +171,11 @@ class Plan:
     def _gates_shared(self) -> bool:
         """Some layer's MLP beside experts has a gate."""
         return any(kind.experts.gates_shared for kind in self.image.kinds if kind.experts)
+
+    @property
+    def routes_early(self) -> bool:
+        """Some layer's logits of experts come beside attention_output, see LayerKind."""
+        return any(kind.routes_early for kind in self.image.kinds)
 
     # The stream -----------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class Phase:
 _MULTIPLY = ("wait", "multiply", "finish")
 # The residual stream on its way to attention and to the MLP: activations, and sums of squares.
 _IN, _MID = ("hidden_in", "squares_in"), ("hidden_mid", "squares_mid")
+# Where logits of experts come beside attention_output, see `LayerKind.routes_early`.
+_IN_EARLY = (*_IN, "hidden_router")
 
 # A layer of attention and a gated MLP, both behind a norm. The producer streams the matrices and
 # pages of the phases in the same order. On ranks products that join the residual are partial sums.
@@ -84,8 +86,8 @@ LAYER = (
         "attention_output",
         "attention of all heads, from the blocks that finish it",
         _MULTIPLY,
-        reads=("attended", "sums_mid"),
-        publishes=("sums_mid", *_MID),
+        reads=("attended", "sums_mid", "hidden_router"),
+        publishes=("sums_mid", *_MID, "expert_logits"),
         product=Product("attention_output", "attended", joins=True),
         label="output",
     ),
@@ -102,7 +104,7 @@ LAYER = (
         "silu(gate) · up of all blocks",
         _MULTIPLY,
         reads=("gated", "shared_gated", "sums_in"),
-        publishes=("sums_in", *_IN),
+        publishes=("sums_in", *_IN_EARLY),
         product=Product("down", "gated", joins=True),
         shared=Product("shared.down", "shared_gated", joins=True),
     ),
@@ -117,7 +119,7 @@ ROUTER = Phase(
     publishes=("expert_logits", "shared_gated"),
     shared=Product("shared.gate_up", "hidden_mid", RowOrder.PAIRED),
 )
-EMBED = Phase("embed", "no other block", ("embed",), publishes=_IN)
+EMBED = Phase("embed", "no other block", ("embed",), publishes=_IN_EARLY)
 # Where lanes become one stream, the head reads `hidden_out` and `squares_out`, which it publishes.
 LAST = (
     Phase(

@@ -55,6 +55,8 @@ class Tuning:
         chunk_pages: pages that go to the same split: fewer partial results to merge.
         max_splits: blocks that share the cache of one KV head, at most.
         paired_warp_tiles: of attention's rows, that a warp takes where heads have up to 64 values.
+        routes_early: routers multiply what attention gives, beside attention_output, by a product
+            of both matrices, so that experts stream one exchange earlier. On one GPU only.
     """
 
     copies_in_flight: int = 3
@@ -86,6 +88,7 @@ class Tuning:
     chunk_pages: int = 2
     max_splits: int = 64
     paired_warp_tiles: int = 2
+    routes_early: bool = False
 
 
 HOPPER = Tuning()

@@ -40,6 +40,9 @@ def packed_bytes(plan: Plan) -> int:
     for mixture in plan.share.mixtures:
         rows = mixture.router.num_experts + mixture.gates_shared
         weights += rows * plan.model.hidden_size * Dtype.FP32.num_bytes
+    for layer in range(plan.model.num_layers):
+        if (product := plan.image.layer(layer).vectors.get("router_output")) is not None:
+            weights += product.num_bytes
     return weights + table_values * plan.dtype.num_bytes
 
 

@@ -6,6 +6,7 @@ never lie anywhere else as a whole.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from threading import Lock
 
 import torch
@@ -18,10 +19,13 @@ from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.quantized import COLUMNS
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.packing import ordered, pack, place, place_expert, table_of
+from soloist.weights.routers import router_outputs
 
 # Among the tensors of a rank's share: all of its experts, as `ExpertPacker` packs them.
 EXPERTS = "experts"
 
+# Vectors of a layer that are matrices of rows.
+_OF_ROUTERS = ("router", "shared_gate", "router_output")
 _OF_EXPERT = re.compile(
     r"(?P<matrix>layers\.(?P<layer>\d+)\.experts\.(?P<number>\d+)\.(?P<name>gate_up|down))"
     r"(?P<part>(\..+)?)"
@@ -41,8 +45,8 @@ def pack_weights(
         device: the rank's GPU.
         keep_rows: leave `weights` as they are, but for experts.
     """
-    take = weights.__getitem__ if keep_rows else weights.pop
     dtype, layout, shape = TORCH_DTYPES[plan.dtype], plan.image, plan.shape
+    take = partial(_taken, weights, router_outputs(plan, weights, device, dtype), keep=keep_rows)
     image = torch.zeros(plan.grid_blocks, layout.block_stride, dtype=torch.uint8, device=device)
     vectors = torch.zeros(
         shape.vector_lanes, layout.vector_values, dtype=torch.float32, device=device
@@ -75,7 +79,7 @@ def pack_weights(
             put_matrix(layer, name, f"layers.{layer}.{name}")
         for name in kind.vectors:
             values = take(f"layers.{layer}.{name}")
-            values = values.flatten() if name in ("router", "shared_gate") else values
+            values = values.flatten() if name in _OF_ROUTERS else values
             put_vector(layout.vector_offset(layer, name), values, biased.get(name))
     experts = _packed_experts(plan, weights, device)
     put_vector(layout.final_norm_offset, take("final_norm"))
@@ -85,6 +89,13 @@ def pack_weights(
     put_matrix(0, "head", "head")
     table = take("embedding").to(device, dtype).contiguous()
     return PackedWeights(image, vectors.flatten(), table, experts)
+
+
+def _taken(weights: Weights, products: Weights, name: str, *, keep: bool) -> Tensor:
+    """A tensor of a share, left there if it is to be kept; what was made of several is not."""
+    if name in products:
+        return products.pop(name)
+    return weights[name] if keep else weights.pop(name)
 
 
 def _packed_experts(plan: Plan, weights: Weights, device: torch.device) -> Tensor | None:

@@ -418,6 +418,7 @@ struct Model {
   static constexpr bool kMlpCommunicates = false;
   static constexpr float kAloneScale = 0x1.0000000000000p+0f;
   static constexpr unsigned kMostSlots = 0u;
+  static constexpr bool kFeedsRouters = false;
   static constexpr unsigned kShConverted = 0u;
   static constexpr unsigned kShConvertedBytes = 0u;
   static constexpr unsigned kWsSumsMid = 0u;
@@ -432,6 +433,8 @@ struct Model {
   static constexpr unsigned kWsHiddenOutBytes = 0u;
   static constexpr unsigned kWsSquaresOut = 0u;
   static constexpr unsigned kWsSquaresOutBytes = 0u;
+  static constexpr unsigned kWsHiddenRouter = 0u;
+  static constexpr unsigned kWsHiddenRouterBytes = 0u;
   static constexpr unsigned kWsHiddenIn = 0u;
   static constexpr unsigned kWsHiddenInBytes = 32768u;
   static constexpr unsigned kWsAttended = 32768u;
@@ -501,6 +504,7 @@ struct Model {
     static constexpr unsigned kWsGated = 98304u;
     static constexpr unsigned kWsGatedBytes = 65536u;
     static constexpr unsigned kExperts = 0u;
+    static constexpr bool kRoutesEarly = false;
     static constexpr unsigned kVecAttentionNorm = 0u;
     static constexpr unsigned kVecMlpNorm = 320u;
     static constexpr unsigned kVecQNorm = 640u;

@@ -22,7 +22,14 @@ from pathlib import Path
 import pytest
 
 from interpreter import lane_models
-from interpreter.mixtures import MIXTURES, SMS, glm_45_air, mixtral_8x7b, qwen15_moe_a27b
+from interpreter.mixtures import (
+    MIXTURES,
+    SMS,
+    glm_45_air,
+    mixtral_8x7b,
+    qwen15_moe_a27b,
+    routing_early,
+)
 from interpreter.models import CASES, MIXED, REFUSED, gpu
 from interpreter.quantised import alike, as_q4_k_m, formats_of
 from plan.shapes import (
@@ -217,6 +224,30 @@ def test_quantised_experts_compile_cleanly(kind: str, queries: int, require_soun
     formats = formats_of(alike(config, kind))
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
     require_sound(plan, Build(queries=queries))
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("kind", [None, "fp8-block", "int4"])
+def test_logits_beside_attention_output_compile_cleanly(
+    kind: str | None, queries: int, require_sound
+) -> None:
+    """With the head in 16 bits, as files have it; one query spills 116 bytes beside one in FP8."""
+    config = read_config(MIXTURE)
+    stored = {} if kind is None else alike(config, kind)
+    formats = formats_of({name: one for name, one in stored.items() if name != "head"})
+    with routing_early(early=True):
+        plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
+        assert plan.routes_early
+        require_sound(plan, Build(queries=queries))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_front_end_accepts_logits_beside_attention_output(name: str) -> None:
+    with routing_early(early=True):
+        plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS))
+        assert plan.routes_early
+        for queries in (1, MAX_QUERIES):
+            require_accepted(plan, Build(queries=queries))
 
 
 # Bytes that are spilled, by number of queries. Without what all tokens take the same layers spill

@@ -75,6 +75,7 @@ inline u32 __ballot_sync(u32, bool x) {
 MAIN = r"""
 #include "ptx/mma.cuh"
 constexpr u32 kMostQueries = %(queries)s;
+constexpr float kFactor = %(factor)sf;
 struct L {
   static constexpr u32 kExperts = %(experts)s, kChosen = %(chosen)s;
   static constexpr bool kSigmoid = %(sigmoid)s, kCorrected = %(corrected)s, kNormalises = %(normalises)s;
@@ -97,11 +98,24 @@ static void run(u32 lane) {
     float logit[kEach] = {}, correction[kEach] = {};
     for (u32 i = 0; i < kEach; ++i)
       if (32 * i + lane < L::kExperts) logit[i] = logits[q][32 * i + lane], correction[i] = corrections[32 * i + lane];
-    choices.emplace_back(logit, correction, lane);
+    if constexpr (kFactor == 0) {
+      choices.emplace_back(logit, correction, lane);
+    } else {  // logits are known up to a factor, then it is
+      for (u32 i = 0; i < kEach; ++i) logit[i] /= kFactor;
+      choices.emplace_back(logit, lane);
+    }
     slots.note<L>(choices.back(), q, lane);
   }
   meet.arrive_and_wait();
   for (u32 q = 0; q < kMostQueries; ++q) slots.number<L>(choices[q], q, kMostQueries, lane);
+  if constexpr (kFactor != 0)
+    for (u32 q = 0; q < kMostQueries; ++q) {
+      float logit[kEach] = {};
+      for (u32 i = 0; i < kEach; ++i)
+        if (32 * i + lane < L::kExperts) logit[i] = logits[q][32 * i + lane];
+      choices[q].weigh(logit, lane);
+      slots.number<L, true>(choices[q], q, kMostQueries, lane);
+    }
 }
 
 int main() {
@@ -151,8 +165,13 @@ def source(name: str) -> str:
     return (CUDA / name).read_text(encoding="utf-8")
 
 
-def run(router: Router, logits: Tensor, correction: Tensor, folder: Path) -> list[list[float]]:
-    """Of each slot the expert, bits of its queries, and the share of each query."""
+def run(
+    router: Router, logits: Tensor, correction: Tensor, folder: Path, factor: float = 0.0
+) -> list[list[float]]:
+    """Of each slot the expert, bits of its queries, and the share of each query.
+
+    `factor`: first logits over it choose, then shares follow; 0 for both at once.
+    """
     experts, chosen = router.num_experts, router.num_chosen
     values = {
         "queries": MAX_QUERIES, "experts": experts, "chosen": chosen,
@@ -160,7 +179,7 @@ def run(router: Router, logits: Tensor, correction: Tensor, folder: Path) -> lis
         "corrected": str(router.is_corrected).lower(),
         "normalises": str(router.normalises).lower(),
         "least_sum": float(router.least_sum), "scale": float(router.scale),
-        "slots": min(experts, MAX_QUERIES * chosen), "gates": "true",
+        "slots": min(experts, MAX_QUERIES * chosen), "gates": "true", "factor": float(factor),
     }  # fmt: skip
     text = {
         "ptx/mma.cuh": WARP,
@@ -191,6 +210,23 @@ def test_slots_are_those_of_the_interpreter(name: str, tmp_path: Path) -> None:
     if router.is_corrected:
         correction = torch.randint(0, 2, correction.shape, generator=generator).float()
     seen = run(router, logits, correction, tmp_path)
+    wanted = Chosen(tuple(chosen_by(router, own, correction) for own in logits))
+    assert [int(slot[0]) for slot in seen] == wanted.slots
+    for expert, bits, *shares in seen:
+        queries = wanted.queries(int(expert))
+        assert int(bits) == sum(1 << query for query in queries)
+        for query in queries:
+            assert shares[query] == pytest.approx(wanted.shares[query][int(expert)], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "many", "odd"])
+def test_logits_choose_up_to_a_factor(name: str, tmp_path: Path) -> None:
+    """As they do when the norm of the residual is known; shares follow."""
+    router, generator = ROUTERS[name], torch.Generator().manual_seed(7)
+    logits = torch.randn(MAX_QUERIES, router.num_experts, generator=generator)
+    logits[1] = logits[1].round()
+    correction = torch.zeros(router.num_experts)
+    seen = run(router, logits, correction, tmp_path, factor=0.25)
     wanted = Chosen(tuple(chosen_by(router, own, correction) for own in logits))
     assert [int(slot[0]) for slot in seen] == wanted.slots
     for expert, bits, *shares in seen:

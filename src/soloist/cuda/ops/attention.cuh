@@ -9,6 +9,7 @@
 #include "ops/attention/merge.cuh"
 #include "ops/attention/prepare.cuh"
 #include "ops/hidden.cuh"
+#include "ops/route.cuh"
 
 // Products with the activations as they came: what their norm makes of them, attention adds, since the squares that it
 // follows from come last. It is known before the block attends.
@@ -89,6 +90,7 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
   const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
+  if constexpr (L::kRoutesEarly) route_early<L>(cx, layer);
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx, L::vectors(layer));
   Sums<AttentionOutput> sums;
   multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });

@@ -76,6 +76,9 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}
     ++hidden_in;
     clear_stream<InStream<M>>(params, hidden_in + 2, queries, block, lane);
+    if constexpr (M::kFeedsRouters)
+      clear_operand(exchange_copy<M>(params, M::kWsHiddenRouter, M::kWsHiddenRouterBytes, hidden_in + 2), queries,
+                    M::Residual::first_unit(block) * 8, M::Residual::num_units(block) * 8, lane);
     clear_sums<InStream<M>>(params, hidden_in + 3, queries, block, lane);  // of this layer's down: hidden_in + 1
     if (cleanings % (M::kLayers + 1) == M::kLayers) {
       if constexpr (M::kMeets)  // of this round: round + 1

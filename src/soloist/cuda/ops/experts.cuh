@@ -6,6 +6,7 @@
 // slots; of `down` it has its rows of the residual stream of every slot.
 #pragma once
 #include "ops/mlp.cuh"
+#include "ops/route.cuh"
 #include "tile/slots.cuh"
 
 template <class M>
@@ -13,78 +14,20 @@ __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
   static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
   return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
 }
-template <class M>
-__device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
-  u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
-  return reinterpret_cast<float*>(now) + query * M::kMostLogits;
-}
 
-// One row of the router times all queries: eight columns to a thread at a time.
-template <class M>
-struct RouterRow {
-  static constexpr u32 kColumns = kConsumerThreads * 8, kEach = (M::kHidden + kColumns - 1) / kColumns;
-  // Queries whose activations are in registers; those of more are asked for after them.
-  static constexpr u32 kTogether = kMostQueries < 4 ? kMostQueries : 4;
-  // Weights wait in registers for activations, but for those that would take too many beside several queries.
-  static constexpr bool kWait = kMostQueries == 1 || kEach == 1;
-  const float* row;
-  float4 weights[kWait ? kEach : 1][2];
-
-  __device__ __forceinline__ void load(const float* from, u32 thread) {
-    row = from;
-    if constexpr (kWait)
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i) load_part(i, thread, weights[i]);
-  }
-  __device__ __forceinline__ void load_part(u32 i, u32 thread, float4 (&part)[2]) const {
-    const u32 k = i * kColumns + thread * 8;
-    if (k >= M::kHidden) return;
-    part[0] = __ldg(reinterpret_cast<const float4*>(row + k));
-    part[1] = __ldg(reinterpret_cast<const float4*>(row + k + 4));
-  }
-  // The thread's part of the products of `queries` queries from `first` on. Activations are waited for.
-  __device__ __forceinline__ void multiply(u8* operand, u32 first, u32 queries, u32 thread, float (&sums)[kTogether]) const {
-#pragma unroll
-    for (u32 q = 0; q < kTogether; ++q) sums[q] = 0.0f;
-#pragma unroll(kWait ? kEach : 1)
-    for (u32 i = 0; i < kEach; ++i) {
-      const u32 k = i * kColumns + thread * 8;
-      if (k >= M::kHidden) continue;
-      float4 part[2] = {weights[kWait ? i : 0][0], weights[kWait ? i : 0][1]};
-      if constexpr (!kWait) load_part(i, thread, part);
-      uint4 x[kTogether];
-      bool ready = false;
-#pragma unroll 1
-      while (!ready) {
-        ready = true;
-#pragma unroll
-        for (u32 q = 0; q < kTogether; ++q)
-          if (q < queries) x[q] = load_exchanged(operand_value(operand, first + q, k));
-#pragma unroll
-        for (u32 q = 0; q < kTogether; ++q)
-          if (q < queries) ready &= is_present(x[q]);
-      }
-      const float4 low = part[0], high = part[1];
-#pragma unroll
-      for (u32 q = 0; q < kTogether; ++q) {
-        if (q >= queries) continue;
-        sums[q] += low.x * low_half(x[q].x) + low.y * high_half(x[q].x) + low.z * low_half(x[q].y) + low.w * high_half(x[q].y) +
-                   high.x * low_half(x[q].z) + high.y * high_half(x[q].z) + high.z * low_half(x[q].w) + high.w * high_half(x[q].w);
-      }
-    }
-  }
-};
-
-// The choice of this warp's query, once all logits have come.
+// What corrects the scores of the lane's experts.
 template <class L, class M>
-__device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 layer) {
+__device__ __forceinline__ void load_corrections(const Context<M>& cx, u32 layer, float (&correction)[ExpertChoice<L>::kEach]) {
+  const float* corrections = cx.vectors(L::vectors(layer)) + L::kVecRouterCorrection;
+#pragma unroll
+  for (u32 i = 0; i < ExpertChoice<L>::kEach; ++i)
+    correction[i] = L::kCorrected && 32 * i + cx.lane < L::kExperts ? __ldg(corrections + 32 * i + cx.lane) : 0.0f;
+}
+// Until all logits of this warp's query have come.
+template <class L, class M>
+__device__ __forceinline__ void wait_for_logits(const Context<M>& cx, float (&logit)[ExpertChoice<L>::kEach]) {
   constexpr u32 kEach = ExpertChoice<L>::kEach;
   const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
-  const float* corrections = cx.vectors(L::vectors(layer)) + L::kVecRouterCorrection;
-  float logit[kEach], correction[kEach];
-#pragma unroll
-  for (u32 i = 0; i < kEach; ++i)
-    correction[i] = L::kCorrected && 32 * i + cx.lane < L::kExperts ? __ldg(corrections + 32 * i + cx.lane) : 0.0f;
 #pragma unroll 1
   for (;;) {
     bool ready = true;
@@ -95,12 +38,24 @@ __device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 la
     for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(logit[i]);
     if (__all_sync(~0u, ready)) break;
   }
-  if constexpr (L::kGatesShared) {
-    float gate;
-    do gate = load_exchanged(logits + L::kExperts);
-    while (!is_present(gate));
-    if (cx.lane == 0) expert_slots<M>(cx.shared.base).shared_share[cx.warp] = sigmoid(gate);
-  }
+}
+// What the MLP that all tokens take counts for, by a logit that is still to be multiplied by `factor`.
+template <class L, class M>
+__device__ __forceinline__ void note_gate(const Context<M>& cx, float factor) {
+  const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
+  float gate;
+  do gate = load_exchanged(logits + L::kExperts);
+  while (!is_present(gate));
+  if (cx.lane == 0) expert_slots<M>(cx.shared.base).shared_share[cx.warp] = sigmoid(gate * factor);
+}
+
+// The choice of this warp's query, once all logits have come.
+template <class L, class M>
+__device__ __forceinline__ ExpertChoice<L> choose_experts(Context<M>& cx, u32 layer) {
+  float logit[ExpertChoice<L>::kEach], correction[ExpertChoice<L>::kEach];
+  load_corrections<L>(cx, layer, correction);
+  wait_for_logits<L>(cx, logit);
+  if constexpr (L::kGatesShared) note_gate<L>(cx, 1.0f);
   cx.mark();
   return ExpertChoice<L>(logit, correction, cx.lane);
 }
@@ -133,15 +88,68 @@ __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
   }
 }
 
+// The choice where logits came with attention (`route_early`): experts stream from it on, and what needs the residual follows. Marked as a router whose first two parts take no time.
+template <class L, class M>
+__device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
+  using Choice = ExpertChoice<L>;
+  ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  Scale<MidStream<M>> scale;
+  cx.mark();
+  cx.mark();
+  const auto settle = [&] {
+    scale.load(cx, cx.layers_done);
+    scale.settle(cx, cx.layers_done);
+  };
+  const auto note = [&](const Choice& choice) {
+    if (cx.warp < cx.queries) slots.template note<L>(choice, cx.warp, cx.lane);
+    // All queries' choices are there.
+    if (kMostQueries > 1) cx.sync();
+    else __syncwarp();
+    if (cx.warp < cx.queries) slots.template number<L>(choice, cx.warp, cx.queries, cx.lane);
+    cx.sync();
+    if (cx.thread == 0) mbarrier_arrive(cx.chosen);  // pairs with the producer's wait
+  };
+  if constexpr (Choice::kByLogits) {
+    float logit[Choice::kEach] = {};
+    if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
+    cx.mark();
+    Choice choice(logit, cx.lane);
+    note(choice);
+    settle();
+    if (cx.warp < cx.queries) {
+#pragma unroll
+      for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
+      choice.weigh(logit, cx.lane);
+      slots.template number<L, true>(choice, cx.warp, cx.queries, cx.lane);
+    }
+  } else {
+    settle();
+    float logit[Choice::kEach] = {}, correction[Choice::kEach];
+    load_corrections<L>(cx, layer, correction);
+    if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
+    cx.mark();
+#pragma unroll
+    for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
+    note(Choice(logit, correction, cx.lane));
+  }
+  if constexpr (L::kGatesShared)
+    if (cx.warp < cx.queries) note_gate<L>(cx, cx.scale);
+  if (cx.thread == 0) cx.set_waits(0);
+  cx.sync();
+  if constexpr (L::kHasSharedMlp) gate_up_of_shared<L>(cx, layer);
+  cx.mark();
+}
+
 template <class L, class M>
 __device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
   cx.begin(Phase::kRouter);
+  if constexpr (L::kRoutesEarly) return choose_early<L>(cx, layer);
   const u32 first = L::first_router_row(cx.block), end = L::first_router_row(cx.block + 1);
   // Behind the rows of experts there may be one of the MLP that all tokens take.
   const float* weights = cx.vectors(L::vectors(layer)) + L::kVecRouter;
   u8* operand = stream_operand<MidStream<M>>(cx, cx.layers_done);
   float* parts = reinterpret_cast<float*>(cx.shared.base + M::kShExpertLogits);  // [row % 2][warp][query]
-  RouterRow<M> row;
+  RouterRow<M::kHidden> row;
   Scale<MidStream<M>> scale;
   if (first < end) row.load(weights + first * M::kHidden, cx.thread);
   scale.load(cx, cx.layers_done);
@@ -153,16 +161,7 @@ __device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
   for (u32 r = first; r < end; ++r) {
     if (r > first) row.load(weights + r * M::kHidden, cx.thread);
     float* now = parts + r % 2 * (kConsumerWarps * kMostQueries);
-#pragma unroll 1
-    for (u32 from = 0; from < cx.queries; from += row.kTogether) {
-      float sums[row.kTogether];
-      row.multiply(operand, from, cx.queries - from, cx.thread, sums);
-#pragma unroll
-      for (u32 q = 0; q < row.kTogether; ++q) {
-        const float sum = warp_sum(sums[q]);
-        if (cx.lane == 0) now[cx.warp * kMostQueries + from + q] = sum;
-      }
-    }
+    row.add_up(cx, operand, now);
     cx.sync();
     if (cx.warp < cx.queries && cx.lane == 0) {
       float sum = now[cx.warp];

@@ -12,6 +12,13 @@ struct InStream {  // what qkv reads, and the head of one stream
   static constexpr u32 kSums = M::kWsSumsIn, kSumsBytes = M::kWsSumsInBytes;
   static constexpr u32 kPublished = M::kWsPublishedIn;
   static constexpr bool kCommunicates = M::kMlpCommunicates;  // MLPs add to it
+  static constexpr bool kFeedsRouters = M::kFeedsRouters;
+};
+// The same rows times the weights of the norm before the MLP: what routers read while attention is on its way.
+template <class Of>
+struct RouterStream {
+  using M = Of;
+  static constexpr u32 kOperand = M::kWsHiddenRouter, kBytes = M::kWsHiddenRouterBytes;
 };
 template <class Of>
 struct MidStream {  // what gate_up reads
@@ -21,6 +28,7 @@ struct MidStream {  // what gate_up reads
   static constexpr u32 kSums = M::kWsSumsMid, kSumsBytes = M::kWsSumsMidBytes;
   static constexpr u32 kPublished = M::kWsPublishedMid;
   static constexpr bool kCommunicates = M::kAttentionCommunicates;
+  static constexpr bool kFeedsRouters = false;
 };
 template <class Of>
 struct OutStream {  // what the head reads where lanes become one
@@ -109,6 +117,23 @@ __device__ __forceinline__ float embedding_value(const Params& p, u32 token, u32
   }
 }
 
+// The block's rows once more, for a layer's router. After all that others wait for.
+template <class M>
+__device__ __forceinline__ void feed_router(const Context<M>& cx, u32 layer, u32 epoch) {
+  if (cx.warp >= cx.queries) return;
+  using Rows = typename M::Residual;
+  const u32 first = Rows::first_unit(cx.block) * 8, rows = Rows::num_units(cx.block) * 8;
+  const float* norm = cx.vectors(M::mlp_norm(layer));
+  const float* residual = cx.shared.residual() + cx.warp * (Rows::kMaxUnits * 8);
+  u8* now = stream_operand<RouterStream<M>>(cx, epoch);
+#pragma unroll 1
+  for (u32 r = cx.lane; r - cx.lane < rows; r += 32) {
+    const bool valid = r < rows;
+    const float x = valid ? residual[r] * __ldg(norm + first + r) : 0.0f;
+    publish_pair(now, cx.warp, first + r, cx.lane, valid, x * cx.scale);
+  }
+}
+
 // Rows of the embedding enter the residual. Warp c serves query c.
 template <class M>
 __device__ __forceinline__ void embed(Context<M>& cx) {
@@ -132,6 +157,7 @@ __device__ __forceinline__ void embed(Context<M>& cx) {
     squares += x * x;
   }
   publish_squares<InStream<M>>(cx, cx.next_in(), squares);
+  if constexpr (M::kFeedsRouters) feed_router(cx, 0, cx.next_in());
 }
 
 // Partial sums from every rank: [rank][query][row].
@@ -231,4 +257,5 @@ __device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& su
     }
   });
   if (rows && cx.warp < cx.queries) publish_squares<Stream>(cx, epoch, squares);
+  if constexpr (Stream::kFeedsRouters) feed_router(cx, layer + 1, epoch);
 }

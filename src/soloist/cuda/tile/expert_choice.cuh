@@ -24,6 +24,9 @@ struct ExpertChoice {
   u32 chosen;          // bit i: expert 32 i + lane
   float share[kEach];  // of those that are chosen
 
+  // Scores are in the order of logits, so that a positive factor of these changes no choice.
+  static constexpr bool kByLogits = !L::kSigmoid && !L::kCorrected;
+
   // `logit` and, if there is one, the correction of each of the lane's experts.
   __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], const float (&correction)[kEach], u32 lane) : chosen(0) {
     u32 rank[kEach];
@@ -31,6 +34,24 @@ struct ExpertChoice {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i)
       rank[i] = 32 * i + lane < L::kExperts ? rank_of(L::kCorrected ? share[i] + correction[i] : share[i]) : 0;
+    choose(rank, lane);
+    normalise();
+  }
+  // By logits that are known up to a positive factor; `weigh` says the shares when that is known.
+  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane) : chosen(0) {
+    static_assert(kByLogits, "scores in the order of logits");
+    u32 rank[kEach];
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) rank[i] = 32 * i + lane < L::kExperts ? rank_of(logit[i]) : 0;
+    choose(rank, lane);
+  }
+  __device__ __forceinline__ void weigh(const float (&logit)[kEach], u32 lane) {
+    score(logit, lane);
+    normalise();
+  }
+
+ private:
+  __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane) {
 #pragma unroll 1
     for (u32 n = 0; n < L::kChosen; ++n) {
       u32 best = 0, at = 0;
@@ -43,6 +64,8 @@ struct ExpertChoice {
       for (u32 i = 0; i < kEach; ++i)
         if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
     }
+  }
+  __device__ __forceinline__ void normalise() {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) sum += chosen >> i & 1 ? share[i] : 0.0f;
@@ -50,8 +73,6 @@ struct ExpertChoice {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) share[i] = share[i] / of_all * L::kRouterScale;
   }
-
- private:
   __device__ __forceinline__ void score(const float (&logit)[kEach], u32 lane) {
     constexpr float kLog2E = 1.4426950408889634f;
     if constexpr (L::kSigmoid) {

@@ -28,8 +28,9 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
       if (lane == 0) chosen[query][i] = word;
     }
   }
-  // Slots are numbered, and shares go to those of the query. By the same warp; the first says what all need.
-  template <class L>
+  // Slots are numbered, and shares go to those of the query. By the same warp; the first says what all need. Where shares were
+  // not known yet they may follow alone.
+  template <class L, bool kSharesAlone = false>
   __device__ __forceinline__ void number(const ExpertChoice<L>& choice, u32 query, u32 num_queries, u32 lane) {
     u32 slot = 0;
 #pragma unroll
@@ -42,12 +43,12 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
       }
       const u32 own = slot + __popc(any & ((1u << lane) - 1));
       if (choice.chosen >> i & 1) share[own][query] = choice.share[i];
-      if (query == 0 && who) {
+      if (!kSharesAlone && query == 0 && who) {
         expert[own] = 32 * i + lane;
         queries[own] = who;
       }
       slot += __popc(any);
     }
-    if (query == 0 && lane == 0) count = slot;
+    if (!kSharesAlone && query == 0 && lane == 0) count = slot;
   }
 };

@@ -58,6 +58,11 @@ def chosen_by(router: Router, logits: Tensor, correction: Tensor) -> dict[int, f
     return dict(zip(experts, (shares * router.scale).tolist(), strict=True))
 
 
+def _products(rows: Tensor, x: Tensor) -> Tensor:
+    """[queries, rows]: a query at a time, as products of several may be summed otherwise."""
+    return torch.stack([rows @ of_query for of_query in x.T.contiguous()])
+
+
 class ExpertPhases:
     """What blocks do in layers with experts.
 
@@ -83,19 +88,21 @@ class ExpertPhases:
         experts, hidden, logits = self._experts(layer), self._plan.model.hidden_size, self._logits
         assert logits is not None, "there are experts"
         op = self._plan.image.operation(layer, "gate_up")
+        routes_early = self._plan.image.layer(layer).routes_early
         x = stream.read_for(op, queries)[:hidden, :queries]
         for block in range(self._plan.blocks):
             factor = self._residual.factor(stream, block, queries)
             self._factor[block, :queries] = factor
+            if routes_early:
+                continue
             rows = experts.router_rows(block)
-            values = range(rows.start * hidden, rows.stop * hidden)
-            router = self._router(layer, values).view(-1, hidden)
-            # A query at a time: products of several may be summed in another order.
-            products = torch.stack([router @ of_query for of_query in x.T.contiguous()])
+            router = self._router(layer, rows)
             where = (slice(queries), slice(rows.start, rows.stop), 0)
-            logits.write(epoch, where, products * factor[:, None])
+            logits.write(epoch, where, _products(router, x) * factor[:, None])
         count = experts.router.num_experts
         everyones = logits.read(epoch, (slice(queries), slice(experts.num_logits), 0))
+        if routes_early:  # the norm of the residual, which is the same in all blocks
+            everyones = everyones * self._residual.scale[0, :queries, None]
         correction = self._weights.vector(layer, "router_correction", range(count))
         gates = [float(torch.sigmoid(own[count])) for own in everyones if experts.gates_shared]
         self._chosen = Chosen(
@@ -103,13 +110,39 @@ class ExpertPhases:
             tuple(gates) or (1.0,) * queries,
         )
 
-    def _router(self, layer: int, values: range) -> Tensor:
-        """Some values of its rows, behind which a gate's may lie."""
+    def route_early(
+        self, stream: Stream, attended: Operand, layer: int, epoch: int, queries: int
+    ) -> None:
+        """Blocks publish logits of their rows from the stream before attention and from attention.
+
+        Without the residual's norm, which `route` knows.
+        """
+        experts, model, logits = self._experts(layer), self._plan.model, self._logits
+        assert logits is not None, "there are experts"
+        assert stream.for_routers is not None, "it is published for them"
+        qkv, output = (self._plan.image.operation(layer, n) for n in ("qkv", "attention_output"))
+        columns = output.matrix.columns
+        x = stream.for_routers.read_for(qkv, stream.epoch, queries)[: model.hidden_size, :queries]
+        a = attended.read_for(output, epoch, queries)[:columns, :queries]
+        assumed = stream.squares.read(stream.epoch, (slice(queries),))[:, 0, 1]
+        for block in range(self._plan.blocks):
+            rows = experts.router_rows(block)
+            values = range(rows.start * columns, rows.stop * columns)
+            product = self._weights.vector(layer, "router_output", values).view(-1, columns)
+            of_stream = _products(self._router(layer, rows), x) / assumed[:, None]
+            where = (slice(queries), slice(rows.start, rows.stop), 0)
+            logits.write(epoch, where, of_stream + _products(product, a))
+
+    def _router(self, layer: int, rows: range) -> Tensor:
+        """Some of its rows, behind which a gate's may lie."""
+        hidden = self._plan.model.hidden_size
+        values = range(rows.start * hidden, rows.stop * hidden)
         (count,) = self._plan.image.layer(layer).vectors["router"].shape
         gate = range(max(0, values.start - count), max(0, values.stop - count))
         rows = range(min(values.start, count), min(values.stop, count))
         vectors = (("router", rows), ("shared_gate", gate))
-        return torch.cat([self._weights.vector(layer, *vector) for vector in vectors])
+        found = torch.cat([self._weights.vector(layer, *vector) for vector in vectors])
+        return found.view(-1, hidden)
 
     def gate_up(self, x: Tensor, gated: Operand, layer: int, epoch: int) -> None:
         """Each block's tiles of the slots; a slot's neurons go to the queries that chose it."""

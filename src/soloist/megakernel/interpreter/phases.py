@@ -124,6 +124,8 @@ class Interpreter:
 
     def _attention_output(self, layer: int, queries: int) -> Iterator[None]:
         op, attended = self._op(layer, "attention_output"), self._attention.attended
+        if self._plan.image.layer(layer).routes_early:
+            self._experts.route_early(self._in, attended, layer, self._layers_done, queries)
         yield from self._join(op, attended, "mid", layer, queries)
         self._residual.publish(self._mid, queries, layer, "mlp_norm")
         yield from self._listen("in", layer, queries)

@@ -17,12 +17,16 @@ class Stream:
 
     Attributes:
         operand: its values, normed by an assumed scale.
+        for_routers: the same times the weights of the norm before the MLP, where routers read it.
         squares: [query][block]: sum of squares, assumed scale.
         epoch: how often it has been published.
     """
 
     def __init__(self, plan: Plan, name: str, dtype: torch.dtype | None) -> None:
         self.operand = Operand(plan, f"hidden_{name}", dtype)
+        # Of what routers read while attention is on its way.
+        early = plan.routes_early and name == "in"
+        self.for_routers = Operand(plan, "hidden_router", dtype) if early else None
         self.squares = Exchange(plan, f"squares_{name}")
         self.epoch = 0
 
@@ -33,6 +37,8 @@ class Stream:
     def clear(self) -> None:
         """What the cleaner does while the last epoch is read."""
         self.operand.clear(self.epoch + 2)
+        if self.for_routers is not None:
+            self.for_routers.clear(self.epoch + 2)
         self.squares.clear(self.epoch + 2)
 
 
@@ -82,6 +88,10 @@ class Residual:
             scale = self.scale[block, :queries]
             scaled = x * self._weights.vector(layer, norm, rows) * scale[:, None]
             stream.operand.publish(stream.epoch, range(queries), rows, scaled)
+            if stream.for_routers is not None:
+                norms = self._weights.vector(layer % self._plan.model.num_layers, "mlp_norm", rows)
+                of_routers = x * norms * scale[:, None]
+                stream.for_routers.publish(stream.epoch, range(queries), rows, of_routers)
             squares = torch.stack([x.square().sum(1), scale], dim=1)
             stream.squares.write(stream.epoch, (slice(queries), block), squares)
 
