@@ -65,7 +65,7 @@ def test_two_models_in_one_kernel(names: tuple[str, str], queries: int, tmp_path
             decoder.prepare(decoder.pack(launch, rounds))
         torch.cuda.synchronize()
         stream = torch.cuda.current_stream().cuda_stream
-        arguments = [decoder._params for decoder in decoders]
+        arguments = [decoder._prepared.params for decoder in decoders]
         shared = two_models.shared_bytes(first, second, build)
         module.launch(first.grid_blocks, THREADS, shared, arguments, stream)
         torch.cuda.synchronize()

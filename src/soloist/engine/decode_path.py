@@ -31,16 +31,20 @@ class DecodePath:
 
     def __init__(self, decoder: Launcher, vocab_size: int) -> None:
         self._decoder, self._vocab_size = decoder, vocab_size
-        self._page_tables = decoder.page_tables.tolist()
+        self._page_tables: list[list[int]] = decoder.page_tables.tolist()
 
     def row_of(self, allocation: SequenceAllocation) -> int:
         """The row of the kernel's page tables that has a sequence's pages now."""
-        count, table = len(allocation.pages), self._page_tables[allocation.row]
-        if table[:count] != allocation.pages:
+        if not self.has_row_of(allocation):
+            count, table = len(allocation.pages), self._page_tables[allocation.row]
             table[:count] = [_UNKNOWN_PAGE] * count  # until the write has succeeded
             self._decoder.write_pages(allocation.row, allocation.pages)
             table[:count] = allocation.pages
         return allocation.row
+
+    def has_row_of(self, allocation: SequenceAllocation) -> bool:
+        """Whether the kernel's page tables have a sequence's pages, so that nothing is to write."""
+        return self._page_tables[allocation.row][: len(allocation.pages)] == allocation.pages
 
     def read(self, request: Request, allocation: SequenceAllocation, stop: int) -> Picked | None:
         """Read a prompt's next tokens up to position `stop`.
@@ -114,9 +118,16 @@ class DecodePath:
                 self._decoder.run(queries, len(part) // width)
 
 
-def choice_of(sampler: Sampler) -> Choice | None:
-    """How tokens are chosen from here on; None if every one is that with the largest logit."""
+def choice_of(sampler: Sampler, *, stays: bool = False) -> Choice | None:
+    """How tokens are chosen from here on; None if every one is that with the largest logit.
+
+    Args:
+        sampler: of the request.
+        stays: whatever the sampler observes later.
+    """
     if sampler.takes_the_largest:
         return None
-    ending_ids = sampler.stop_test.ending_ids
-    return Choice(sampler.params, sampler.counts, ending_ids, sampler.allowed())
+    params, counts = sampler.params, sampler.counts
+    if stays:
+        counts = counts.as_they_are(each_token=params.has_penalties)
+    return Choice(params, counts, sampler.stop_test.ending_ids, sampler.allowed())

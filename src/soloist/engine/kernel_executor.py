@@ -115,6 +115,7 @@ class KernelExecutor(Executor):
         host: Host | None = None,
     ) -> None:
         self.decoder, self.prefill = decoder, prefill
+        self._preparing = decoder if isinstance(decoder, _PreparingLauncher) else None
         self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
         self._vocab_size = vocab_size
@@ -489,9 +490,11 @@ class KernelExecutor(Executor):
     def _verified_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
         """Launches of one round that check what the request drafts; whether there was one.
 
-        The next one starts before the tokens of this one are told, which takes the host a good
-        part of a round. So where they end the answer in a way that is seen only then, by a stop
-        string or a client that leaves, there is a round too many.
+        The GPU stands still between two of them, so little is left to do then. While a round runs,
+        the next one is prepared for the case that all of the draft is right, and starts at once if
+        it is. In any case it starts before the tokens of this one are told. So where they end the
+        answer in a way that is seen only then, by a stop string or a client that leaves, there is a
+        round too many.
         """
         assert self.drafting is not None, "it drafts"
         most_drafts, count = self.drafting.costs.most, 0
@@ -500,9 +503,19 @@ class KernelExecutor(Executor):
         check = None if draft is None else self._begin_check(request, draft)
         try:
             while check is not None:
-                outcome, count = self._end_check(request, check), count + 1
-                check = None
-                if count < most and self._may_follow(request, outcome):
+                count += 1
+                most_behind = most_drafts if count < most else 0
+                expected = self._prepare_check(request, check, most_behind)
+                chosen = self._chosen_by(check)
+                following = None
+                if expected is not None and chosen == expected.tokens:
+                    following = self._start_prepared(expected)
+                ended, check = check, following
+                outcome = self._judge(request, ended, chosen)
+                if following is not None:
+                    draft = request.draft(most_drafts)
+                    assert draft == following.draft, "it was known"
+                elif count < most and self._may_follow(request, outcome):
                     draft = request.draft(most_drafts)
                     if draft is not None and self.reserve([request]):
                         check = self._begin_check(request, draft)
@@ -538,12 +551,46 @@ class KernelExecutor(Executor):
         draft = replace(draft, ids=draft.ids[: len(queries) - 1])
         return _Check(draft, self.decoder.tokens())
 
-    def _end_check(self, request: Request, check: "_Check") -> Outcome:
-        """What the round that checks a draft brought."""
+    def _prepare_check(self, request: Request, check: "_Check", most: int) -> "_Expected | None":
+        """Make ready the round that comes if all of a draft is right; None where it is not known.
+
+        Masks, counts for penalties and page tables are written between rounds only.
+        """
+        sampler = request.sampler
+        is_plain = not (sampler.is_constrained or sampler.params.has_penalties)
+        if self._preparing is None or check.tokens is None or request.top_logprobs is not None:
+            return None
+        found = request.draft_behind(check.draft, most) if is_plain else None
+        if found is None:
+            return None
+        token_id, draft = found
+        tokens, allocation = [*check.draft.ids, token_id], self.allocation_of(request)
+        for expected in tokens:
+            sampler.observe(expected)
+        try:
+            if not (self.reserve([request]) and self._decode_path.has_row_of(allocation)):
+                return None
+            self._preparing.prepare_next(_columns(request, allocation.row, draft), 1)
+        finally:
+            sampler.rollback(len(tokens))
+        return _Expected(tokens, draft)
+
+    def _start_prepared(self, expected: "_Expected") -> "_Check | None":
+        """Start the round that was prepared, unless rounds shall end."""
+        if self._preparing is None or self._is_asked_to_stop:
+            return None
+        self._preparing.start_next()
+        return _Check(expected.draft, self.decoder.tokens())
+
+    def _chosen_by(self, check: "_Check") -> list[int]:
+        """Tokens of the round that checks a draft, which ends; none where it could not start."""
+        return [] if check.tokens is None else list(check.tokens)[-1]
+
+    def _judge(self, request: Request, check: "_Check", chosen: Sequence[int]) -> Outcome:
+        """What the tokens of the round that checks a draft mean."""
         if check.tokens is None:
             return check.failure
         try:
-            chosen = list(check.tokens)[-1]
             logits = None if request.top_logprobs is None else self.decoder.logits
 
             def pick_at(column: int) -> Picked:
@@ -633,6 +680,30 @@ class _Check:
     failure: Outcome = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What a round brings if all of its draft is right.
+
+    Attributes:
+        tokens: that it chooses then.
+        draft: what the next round, which is prepared, checks then.
+    """
+
+    tokens: list[int]
+    draft: Draft
+
+
+@runtime_checkable
+class _PreparingLauncher(Protocol):
+    """What of a decoder prepares a launch while another one runs."""
+
+    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
+        """See Decoder."""
+
+    def start_next(self) -> None:
+        """See Decoder."""
+
+
 @runtime_checkable
 class _DraftingLauncher(Protocol):
     """What of a decoder launches rounds that draft."""
@@ -672,14 +743,11 @@ def _columns(request: Request, row: int, draft: Draft) -> list[Query]:
             if column:
                 sampler.observe(token_id)
             try:
-                choice = choice_of(sampler)
+                choice = choice_of(sampler, stays=True)
             except GrammarFailed:
                 if not column:
                     raise
                 break
-            if choice is not None:
-                counts = choice.counts.as_they_are(each_token=choice.params.has_penalties)
-                choice = replace(choice, counts=counts)
             queries.append(Query(row, position + column, [token_id], choice=choice))
     finally:
         sampler.rollback(max(0, request.position - position))

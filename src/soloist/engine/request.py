@@ -153,6 +153,25 @@ class Request:
         ids = draft.ids[: self.sampler.num_fitting(draft.ids)]
         return replace(draft, ids=ids) if ids else None
 
+    def draft_behind(self, draft: Draft, most: int) -> tuple[int, Draft] | None:
+        """The token behind a draft, and the next draft, if the answer follows its prediction.
+
+        None where nobody can know.
+
+        Args:
+            draft: the latest.
+            most: tokens of the next one.
+        """
+        if self.drafter is None:
+            return None
+        num_left = self.num_wanted - len(draft.ids) - 1
+        found = self.drafter.behind(draft, min(most, num_left - 1))
+        if found is None:
+            return None
+        token_id, following = found
+        count = self.sampler.num_fitting((token_id, *following.ids)) - 1
+        return (token_id, replace(following, ids=following.ids[:count])) if count > 0 else None
+
     def score(self, position: int, logits: Tensor) -> None:
         """Take logits [T, V] of tokens of the prompt; those that were taken before change nothing.
 

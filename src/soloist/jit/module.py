@@ -7,7 +7,7 @@ the GPU. Calls may come from any thread. The code stays loaded as long as the pr
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from soloist.errors import LaunchError
 from soloist.jit.bindings import driver
@@ -25,6 +25,17 @@ _PORTABLE_CLUSTER = 8
 _LOADS_FUNCTIONS = 12040
 
 
+class _Like(NamedTuple):
+    """What a launch is like, as of `Module.launch`."""
+
+    grid: int
+    threads: int
+    dynamic_smem: int
+    stream: int
+    cooperative: bool
+    cluster: int
+
+
 class Module:
     """One entry function, loaded."""
 
@@ -33,6 +44,8 @@ class Module:
         self._driver = driver()
         self._entry = entry
         self._max_dynamic_smem = 0
+        # What the last launch was like, and how the driver was told: the next one mostly is alike.
+        self._last_config: tuple[_Like, Any] | None = None
         loading = f"loading kernel '{entry}' for {cubin.arch}"
         self._context = self._call(loading, "cuCtxGetCurrent")
         if not int(self._context):
@@ -98,17 +111,27 @@ class Module:
         assert grid % cluster == 0, f"{grid} blocks are no whole number of clusters of {cluster}"
         addresses = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         with self._current_context(what):
-            self._allow_dynamic_smem(dynamic_smem)
-            if cluster > _PORTABLE_CLUSTER:
-                self._allow("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
-            config = self._config(grid, threads, dynamic_smem, stream, cluster)
-            if cooperative:
-                self._require_fit(what, config, grid, threads, dynamic_smem, cluster)
-                if cluster == 1:  # the driver refuses both; what fits was checked
-                    self._add_cooperative(config)
+            like = _Like(grid, threads, dynamic_smem, stream, cooperative, cluster)
+            config = self._config_for(what, like)
             self._call(
                 what, "cuLaunchKernelEx", config, self._function, ctypes.addressof(addresses), 0
             )
+
+    def _config_for(self, what: str, like: "_Like") -> Any:  # noqa: ANN401 - the bindings have no types
+        """How to start such a launch; refuses blocks that would wait for others for ever."""
+        if (last := self._last_config) is not None and last[0] == like:
+            return last[1]
+        grid, threads, dynamic_smem, stream, cooperative, cluster = like
+        self._allow_dynamic_smem(dynamic_smem)
+        if cluster > _PORTABLE_CLUSTER:
+            self._allow("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+        config = self._config(grid, threads, dynamic_smem, stream, cluster)
+        if cooperative:
+            self._require_fit(what, config, grid, threads, dynamic_smem, cluster)
+            if cluster == 1:  # the driver refuses both; what fits was checked
+                self._add_cooperative(config)
+        self._last_config = like, config
+        return config
 
     def _config(self, grid: int, threads: int, dynamic_smem: int, stream: int, cluster: int) -> Any:  # noqa: ANN401 - the bindings have no types
         config = self._driver.CUlaunchConfig()

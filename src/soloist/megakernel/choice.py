@@ -12,11 +12,13 @@ from soloist.megakernel.sampling_header import (
     SEEN_IN_PROMPT,
     ListSpan,
     packed_params,
-    packed_step,
+    packed_steps,
 )
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
 from soloist.sampling.params import SamplingParams
+
+_LARGEST = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,23 +83,31 @@ def pack_choices(
         values.extend(items.values())
         return ListSpan(begin, len(items))
 
-    for query, (choice, position) in enumerate(zip(choices, positions, strict=True)):
-        asked = SamplingParams() if choice is None else choice.params
-        num_output, ban = 0, ListSpan()
+    packed: dict[tuple[int, frozenset[int], bool], NDArray[np.void]] = {}
+    for query, choice in enumerate(choices):
+        asked, banned = _LARGEST if choice is None else choice.params, frozenset[int]()
         if choice is not None:
             assert asked.is_greedy or asked.seed is not None, "a seed, unless greedy"
-            num_output = choice.counts.num_output
-            if num_output < asked.min_tokens:
-                ban = span(dict.fromkeys(sorted(choice.ending_ids), 0.0))
+            if choice.counts.num_output < asked.min_tokens:
+                banned = choice.ending_ids
             if asked.has_penalties:
                 seen[query] = seen_words(choice.counts)
             if choice.allowed is not None:
                 masks[query] = choice.allowed
-        bias = span(dict(asked.logit_bias))
-        params[query] = packed_params(
-            asked, vocab_size, ban, bias, history=query, is_masked=query in masks
-        )
-        steps[query] = packed_step(position + 1, num_output)
+        is_masked = query in masks
+        # Queries that check a draft are of one request: most differ in nothing here.
+        like = id(asked), banned, is_masked
+        if like not in packed:
+            ban = span(dict.fromkeys(sorted(banned), 0.0)) if banned else ListSpan()
+            bias = span(dict(asked.logit_bias))
+            packed[like] = packed_params(
+                asked, vocab_size, ban, bias, history=query, is_masked=is_masked
+            )
+        params[query] = packed[like]
+    count = len(choices)
+    params["history"][:count] = range(count)
+    num_outputs = [0 if c is None else c.counts.num_output for c in choices]
+    steps[:count] = packed_steps([position + 1 for position in positions], num_outputs)
     return PackedChoices(
         params, steps, np.array(ids, np.uint32), np.array(values, np.float32), seen, masks
     )

@@ -4,7 +4,8 @@ import ctypes
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,23 @@ from soloist.sampling.constraint import Words
 from soloist.speculation.tokens import Ids
 
 _STRIDE_AT = LAUNCH.offsets["logits_round_stride"] // 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A launch whose copies are queued.
+
+    Attributes:
+        module: the build that runs.
+        params: the kernel's parameter.
+        num_queries: of its first round.
+        most_rounds: it has no more.
+    """
+
+    module: Module
+    params: "ctypes.Array[ctypes.c_uint8]"
+    num_queries: int
+    most_rounds: int
 
 
 class Decoder:
@@ -86,9 +104,11 @@ class Decoder:
         def pinned(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, pin_memory=True)
 
-        # What a launch is given: a `LAUNCH`, then input tokens [query][round].
-        self._given_on_host = pinned(LAUNCH_WORDS + MAX_QUERIES * max_rounds)
-        self._given = torch.zeros_like(self._given_on_host, device=device)
+        # What a launch is given: a `LAUNCH`, then input tokens [query][round]. On the host twice,
+        # used in turn: a launch is prepared while the copy for the last one may be still to come.
+        most_words = LAUNCH_WORDS + MAX_QUERIES * max_rounds
+        self._given_on_host = [pinned(most_words) for _ in range(2)]
+        self._given = torch.zeros(most_words, dtype=torch.int32, device=device)
 
         self._emitted, self._signals = pinned(max_rounds * EMITTED_WORDS), pinned(64)
         self._progress, self._yield_requested, self._fault = (
@@ -102,6 +122,7 @@ class Decoder:
         self._stream = torch.cuda.Stream(device)
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
+        self._prepared: _Prepared | None = None
 
     def load(self, build: Build) -> None:
         """Take another build of the kernel, on the same weights; no launch may be running.
@@ -159,6 +180,20 @@ class Decoder:
         self.go()
         self.mark_end()
 
+    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
+        """Make ready what may follow the launch that runs; `start` may follow it just as well.
+
+        All that the host has to do is done while that launch runs, but for `start_next`.
+        Arguments as of `start`; no query has a mask.
+        """
+        assert self.plan.ranks == 1, "ranks write to each other until all have ended"
+        self.prepare(self.pack(queries, rounds))
+
+    def start_next(self) -> None:
+        """Start what `prepare_next` made ready; the launch before it has told all its tokens."""
+        self.go()
+        self.mark_end()
+
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """Start a launch that drafts after each round what the next one checks.
 
@@ -187,12 +222,12 @@ class Decoder:
 
         `drafting`: of a launch that drafts, which `given` was packed for.
 
-        No rank may start before all are prepared: ranks write to each other.
+        No rank may start before all are prepared: ranks write to each other. A launch that runs
+        on this one has its copies behind it, in the same stream.
         """
-        self._signal_values[:] = 0
-        # The last launch has ended, and with it the copy of what it was given.
-        count = len(given.words)
-        words = self._given_on_host.numpy()
+        self._given_on_host.reverse()
+        count, given_on_host = len(given.words), self._given_on_host[0]
+        words = given_on_host.numpy()
         words[:count] = given.words
         if logits is not None:
             stride = given.num_queries * logits.shape[2]
@@ -200,7 +235,7 @@ class Decoder:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._given[:count].copy_(self._given_on_host[:count], non_blocking=True)
+            self._given[:count].copy_(given_on_host[:count], non_blocking=True)
             is_single = given.num_queries == 1 and drafting is None
             built_for = 1 if is_single else MAX_QUERIES
             self._workspace.copy_(self._fresh_workspaces[built_for])
@@ -246,15 +281,14 @@ class Decoder:
                 masks=masks,
                 **more,
             )
-            self._params = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
             if self.plan.ranks > 1:
                 self._ready.record(stream)
         if drafting is None:
-            self._launched = kernel.module_for(given.num_queries)
+            module = kernel.module_for(given.num_queries)
         else:
-            samples = given.choices is not None
-            self._launched = self._drafting_sampled if samples else self._drafting
-        self._queries = given.num_queries
+            module = self._drafting if given.choices is None else self._drafting_sampled
+        parameters = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
+        self._prepared = _Prepared(module, parameters, given.num_queries, given.most_rounds)
 
     def _upload_texts(self, launch: DraftingLaunch) -> NDArray[np.void]:
         """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`."""
@@ -284,11 +318,14 @@ class Decoder:
 
     def go(self) -> None:
         """Start what was prepared, once it is so on all ranks; then `mark_end`."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._launched.launch(
-                self.plan.grid_blocks, THREADS, self._kernel.shared_bytes, [self._params],
-                self._stream.cuda_stream, cooperative=self._is_alone,
-            )  # fmt: skip
+        assert self._prepared is not None, "it was prepared"
+        prepared, self._prepared = self._prepared, None
+        self._queries, self._most_rounds = prepared.num_queries, prepared.most_rounds
+        self._signal_values[:] = 0
+        prepared.module.launch(
+            self.plan.grid_blocks, THREADS, self._kernel.shared_bytes, [prepared.params],
+            self._stream.cuda_stream, cooperative=self._is_alone,
+        )  # fmt: skip
 
     def mark_end(self) -> None:
         """Have the GPU tell when the launch has ended.
@@ -338,7 +375,19 @@ class Decoder:
             if done:
                 return
             if ready == seen:
-                time.sleep(0)
+                self._pause(seen)
+
+    def _pause(self, seen: int) -> None:
+        """Let other threads run until there may be something new of a launch.
+
+        The shortest sleep takes the system some 60 µs. It is too long where the GPU may stand
+        still until the host has looked: before the last round, which often ends what came before.
+        """
+        if seen + 1 < self._most_rounds:
+            time.sleep(0)
+        else:
+            with suppress(RuntimeError):  # `ending` says what it is
+                self._done.synchronize()
 
     def _finished(self) -> bool:
         reason = self.ending()

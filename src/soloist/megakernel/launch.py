@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from soloist.megakernel.abi import LAUNCH, MAX_STOPS, QUERY_START
+from soloist.megakernel.abi import LAUNCH
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.limits import MAX_QUERIES
@@ -46,12 +46,14 @@ class Given:
     Attributes:
         words: a `LAUNCH`, from `LAUNCH_WORDS` on input tokens [query][round].
         num_queries: 1 … 8.
+        most_rounds: 1 … max_rounds.
         num_given: by query, rounds whose input tokens are given.
         choices: None where every query takes its largest logit.
     """
 
     words: NDArray[np.int32]
     num_queries: int
+    most_rounds: int
     num_given: list[int]
     choices: PackedChoices | None
 
@@ -64,24 +66,24 @@ def pack(queries: Sequence[Query], rounds: int, vocab_size: int) -> Given:
     packed = _packed_choices(queries, vocab_size)
     if packed is not None:
         launch["sampling"], launch["step"] = packed.params, packed.steps
+    # Field by field: numpy takes longer for each value of a record than for eight in one array.
+    starts = launch["query"][: len(queries)]
+    num_given = [min(len(c.tokens), rounds) for c in queries]
+    starts["sequence"] = [c.sequence for c in queries]
+    starts["position"] = [c.position for c in queries]
+    starts["stride"] = [c.stride for c in queries]
+    starts["forced"] = num_given
+    starts["num_stops"] = [len(c.stops) for c in queries]
+    starts["keep"] = [c.keep for c in queries]
     forced = np.zeros((len(queries), rounds), np.int32)
-    for i, c in enumerate(queries):
-        given = list(c.tokens)[:rounds]
-        forced[i, : len(given)] = given
-        launch["query"][i] = QUERY_START.record(
-            sequence=c.sequence,
-            position=c.position,
-            stride=c.stride,
-            forced=len(given),
-            num_stops=len(c.stops),
-            keep=c.keep,
-            stops=[*c.stops, *[0] * (MAX_STOPS - len(c.stops))],
-        )
+    for i, (c, count) in enumerate(zip(queries, num_given, strict=True)):
+        forced[i, :count] = c.tokens[:count]
+        if c.stops:
+            starts["stops"][i, : len(c.stops)] = c.stops
     words = np.zeros(LAUNCH_WORDS + forced.size, np.int32)
     words[: LAUNCH.num_bytes // 4] = np.frombuffer(launch.tobytes(), np.int32)
     words[LAUNCH_WORDS:] = forced.ravel()
-    num_given = launch["query"]["forced"][: len(queries)].tolist()
-    return Given(words, len(queries), num_given, packed)
+    return Given(words, len(queries), rounds, num_given, packed)
 
 
 def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Given:

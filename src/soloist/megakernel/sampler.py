@@ -26,7 +26,9 @@ class KernelSampler:
         self._adjusted = torch.zeros(MAX_QUERIES, rows, dtype=torch.float32, device=device)
         workspace_bytes = sample_workspace_bytes(plan.grid_blocks)
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
-        self._lists = (torch.empty(0), torch.empty(0))
+        # Of bans and biases, as they are in memory: most launches have those of the last one.
+        self._lists = (torch.zeros(0, device=device), torch.zeros(0, device=device))
+        self._listed = (b"", b"")
         words = num_words(plan.model.vocab_size)
         # Two are used alternately where other ranks may still read one after the first rank has
         # shown its token.
@@ -74,11 +76,14 @@ class KernelSampler:
         self._workspace.zero_()
         for query, words in packed.seen.items():
             self._seen[query, : len(words)].copy_(torch.from_numpy(words.view(np.int32)))
-        # Kept until the next launch: this one reads them.
-        self._lists = (
-            torch.from_numpy(packed.list_ids.view(np.int32)).to(device),
-            torch.from_numpy(packed.list_values).to(device),
-        )
+        listed = packed.list_ids.tobytes(), packed.list_values.tobytes()
+        if listed != self._listed:
+            # Such copies wait for a launch that runs. They stay as long as launches read them.
+            self._lists = (
+                torch.from_numpy(packed.list_ids.view(np.int32)).to(device),
+                torch.from_numpy(packed.list_values).to(device),
+            )
+            self._listed = listed
         list_ids, list_values = self._lists
         return SAMPLE_BUFFERS.record(
             seen=self._seen.data_ptr(),

@@ -6,6 +6,7 @@ is typed twice; abi.py has the structures. Pure: no torch, no device.
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,10 +124,13 @@ def bad_score(word: int) -> float:
     return dict(NO_TOKEN.values())[word]
 
 
-def packed_step(position: int, num_output: int) -> NDArray[np.void]:
-    """SampleStep of one query, as a record of `SAMPLE_STEP`."""
-    low, high = position & constants.WORD_MASK, position >> 32
-    return SAMPLE_STEP.record(position_low=low, position_high=high, num_output=num_output, unused=0)
+def packed_steps(positions: Sequence[int], num_outputs: Sequence[int]) -> NDArray[np.void]:
+    """SampleStep of each query, as records of `SAMPLE_STEP`; positions of the tokens to choose."""
+    steps, wide = np.zeros(len(positions), SAMPLE_STEP.dtype), np.array(positions, np.uint64)
+    steps["position_low"] = wide & np.uint64(constants.WORD_MASK)
+    steps["position_high"] = wide >> np.uint64(32)
+    steps["num_output"] = num_outputs
+    return steps
 
 
 def _constant(name: str, value: object) -> str:

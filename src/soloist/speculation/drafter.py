@@ -1,6 +1,7 @@
 """One request's drafts: of a prediction where the answer follows one, else looked up."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -184,6 +185,27 @@ class Drafter:
         match, text = found
         kind = 1 + next(i for i, (least, _) in enumerate(FIRST_LOOKUP) if match.length >= least)
         return self._cut("lookup", kind, following(text, match.at, min(most, match.length)))
+
+    def behind(self, draft: Draft, most: int) -> tuple[int, Draft] | None:
+        """The token behind a draft, and the next draft, if the answer follows the prediction.
+
+        Nothing changes. Once the answer has come there, and the draft is judged, `draft` gives the
+        same.
+
+        Args:
+            draft: the latest, of all that the answer has.
+            most: tokens of the next one.
+
+        Returns:
+            None where nobody can know: at the end of the prediction, or for drafts of other texts.
+        """
+        if draft.source != "prediction" or self._prediction is None:
+            return None
+        depth, count = copy(self._depths[draft.kind]), len(draft.ids)
+        depth.judge(count, count)
+        most = min(max(0, most), depth.most)
+        ids = self._prediction.next_ids(count + 1 + most)[count:].tolist()
+        return (ids[0], replace(draft, ids=tuple(ids[1:]))) if len(ids) > 1 else None
 
     def judge(self, draft: Draft, num_checked: int, num_accepted: int) -> None:
         """Of the draft's first tokens so many were checked, and so many of these accepted."""

@@ -124,7 +124,8 @@ class FakeDecoder:
         self.page_tables = torch.arange(10 * sequences, dtype=torch.int32).view(sequences, 10)
         self.logits = torch.zeros(8, ROWS)
         self.launches: list[Launch] = []
-        self.num_rounds = 0
+        self.num_rounds = self.num_prepared = self.num_expected = 0
+        self._next: tuple[Launch, list[FakeSampler | None]] | None = None
         self.is_running = self._is_asked_to_stop = False
         self.fault: Exception | None = None
         self.forced_choice: int | None = None
@@ -136,12 +137,32 @@ class FakeDecoder:
         self.page_tables[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def start(self, queries: Sequence[Query], rounds: int) -> None:
-        assert not self.is_running, "the last launch has ended"
+        self._start(*self._prepared(queries, rounds))
+
+    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
+        assert self.is_running, "else it would start"
+        self._next = self._prepared(queries, rounds)
+        assert not any(s.is_masked for s in self._next[1] if s), "what runs has masks of its own"
+        self.num_prepared += 1
+
+    def start_next(self) -> None:
+        assert self._next is not None, "it was prepared"
+        self.num_expected += 1
+        self._start(*self._next)
+
+    def _prepared(
+        self, queries: Sequence[Query], rounds: int
+    ) -> "tuple[Launch, list[FakeSampler | None]]":
         assert 1 <= len(queries) <= 8
         assert 1 <= rounds <= self.max_rounds
         assert all(len(c.stops) <= 16 and c.tokens for c in queries)
-        self.launches.append(Launch(tuple(queries), rounds))
-        self._samplers = [FakeSampler(c) if c.choice else None for c in queries]
+        samplers = [FakeSampler(c) if c.choice else None for c in queries]
+        return Launch(tuple(queries), rounds), samplers
+
+    def _start(self, launch: Launch, samplers: "list[FakeSampler | None]") -> None:
+        assert not self.is_running, "the last launch has ended"
+        self.launches.append(launch)
+        self._samplers, self._next = samplers, None
         self.is_running, self._is_asked_to_stop = True, False
 
     def tokens(self) -> Iterator[list[int]]:

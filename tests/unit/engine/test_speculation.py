@@ -356,6 +356,39 @@ def test_a_right_prediction_takes_an_eighth_of_the_launches() -> None:
     assert end.timings.tokens_per_round == 8
 
 
+def test_rounds_behind_right_drafts_are_prepared_while_those_before_them_run() -> None:
+    asked, executor = greedy(161), kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    alone(executor, asked, plain.token_ids, PREDICTIONS)
+    assert executor.decoder.num_expected == executor.decoder.num_prepared == 19, "but the first"
+
+
+def test_behind_a_wrong_draft_another_round_starts_than_was_prepared() -> None:
+    asked, executor = greedy(161), kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    often = edited(random.Random(0), plain.token_ids, 0.1)
+    _, (end,) = alone(executor, asked, often, PREDICTIONS)
+    assert end.token_ids == plain.token_ids
+    decoder = executor.decoder
+    assert 0 < decoder.num_expected < decoder.num_prepared < end.timings.drafts.rounds
+
+
+@pytest.mark.parametrize("what", ["penalties", "form", "log probabilities"])
+def test_nothing_is_prepared_that_has_to_be_written_between_rounds(what: str) -> None:
+    asked, executor = greedy(60), kernel(1)
+    if what == "penalties":
+        asked.params = replace(asked.params, presence_penalty=0.5)
+    elif what == "form":
+        asked.form = "drawn"
+    else:
+        asked.top_logprobs = 1
+    _, (plain,) = answers(executor, [asked], [None])
+    _, (end,) = alone(executor, asked, plain.token_ids, PREDICTIONS)
+    assert end.token_ids == plain.token_ids
+    assert end.timings.drafts.rounds > 0
+    assert executor.decoder.num_prepared == 0
+
+
 def test_a_wrong_prediction_is_looked_at_less_and_less_often() -> None:
     asked, executor = greedy(200), kernel(1)
     _, (plain,) = answers(executor, [asked], [None])

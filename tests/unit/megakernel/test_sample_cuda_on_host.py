@@ -23,7 +23,7 @@ from soloist.megakernel.sampling_header import (
     SEEN_IN_PROMPT,
     ListSpan,
     packed_params,
-    packed_step,
+    packed_steps,
     sampling_constants,
     sampling_words,
 )
@@ -262,9 +262,8 @@ class Round:
         padded = np.full((queries, self.stride), np.nan, np.float32)
         padded[:, : self.vocab] = logits
         adjusted = np.full_like(padded, np.nan)
-        steps = np.array(
-            [packed_step(position, len(s.output_ids)) for s in self.samplers], SAMPLE_STEP.dtype
-        )
+        num_outputs = [len(s.output_ids) for s in self.samplers]
+        steps = packed_steps([position] * queries, num_outputs)
         results = np.zeros(queries, RESULT)
         masks, masked = np.zeros((COLUMNS, num_words(self.vocab) + 2), np.uint32), 0
         for c, sampler in enumerate(self.samplers):

@@ -1,0 +1,142 @@
+"""What the host does for a launch: counted, since a GPU stands still meanwhile."""
+
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plan.shapes import SMALL
+from soloist.megakernel import decoder as module
+from soloist.megakernel import kernel
+from soloist.megakernel.choice import Choice
+from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.launch import Query
+from soloist.megakernel.packed_weights import PackedWeights
+from soloist.megakernel.plan import make_plan
+from soloist.model.dtype import Dtype
+from soloist.sampling import SamplingParams
+from soloist.sampling.adjust import TokenCounts
+
+PLAN = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
+ROUNDS = 9
+
+
+class Gpu:
+    """Ends a launch when the host waits for it, and not before it has looked a few times."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.decoder: Decoder
+        self.looks = 0
+
+    def launch(self, *_: object, **__: object) -> None:
+        self.did.append("launch")
+        self.looks = 0
+
+    def record(self, _: object) -> None:
+        self.did.append("record")
+
+    def query(self) -> bool:
+        """Whether the launch has ended; a round more is over."""
+        self.looks += 1
+        rounds = self.decoder._most_rounds
+        self.decoder._signal_values[0] = min(self.looks, rounds)
+        return self.looks > rounds
+
+    def synchronize(self) -> None:
+        self.did.append("synchronize")
+        self.looks = ROUNDS
+
+
+class Operations(TorchDispatchMode):
+    """Lists what torch would tell a GPU to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (name := func.overloadpacket.__name__) not in {"slice", "detach", "view", "alias"}:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu, zeros = Gpu(), torch.zeros
+
+    def unpinned(*args, **more):
+        return zeros(*args, **more | {"pin_memory": False})
+
+    stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: gpu)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: stream)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch, "zeros", unpinned)
+    monkeypatch.setattr(kernel, "decode_sources", lambda *_: (None, None))
+    monkeypatch.setattr(kernel, "load_or_build", lambda *_: None)
+    loaded = SimpleNamespace(launch=gpu.launch, make_ready=lambda _: None)
+    monkeypatch.setattr(kernel, "Module", lambda *_: loaded)
+    monkeypatch.setattr(module.Decoder, "_measure_embedding", lambda _: 1.0)
+    weights = PackedWeights(torch.zeros(1), torch.zeros(1), None, None)
+    rope, pool = torch.zeros(64, 2, 2), torch.zeros(1, 4)
+    gpu.decoder = Decoder(PLAN, weights, rope, pool, max_rounds=ROUNDS)
+    gpu.decoder.prepare_sampling()
+    return gpu
+
+
+def queries(first: int = 0) -> list[Query]:
+    params = SamplingParams(temperature=1.0, seed=1, logit_bias={5: 1.0, 7: -1.0})
+    counts = TokenCounts(SMALL.vocab_size, [1, 2])
+    return [Query(0, first + c, [c], choice=Choice(params, counts)) for c in range(8)]
+
+
+def test_a_round_behind_another_one_is_one_call(gpu: Gpu) -> None:
+    decoder = gpu.decoder
+    decoder.start(queries(), 1)
+    with Operations() as uploads:
+        decoder.prepare_next(queries(8), 1)
+    # What it is given, buffers of the exchanges and of sampling: nothing grows with the vocabulary,
+    # and biases are there since the launch before.
+    assert uploads.names == ["copy_", "copy_", "zero_"]
+    decoder._shown[0, :8] = range(8)
+    assert list(decoder.tokens()) == [[*range(8)]]
+    gpu.did.clear()
+    with Operations() as operations:
+        decoder.start_next()
+    assert gpu.did == ["launch", "record"]
+    assert operations.names == []
+    assert not decoder._signal_values.any(), "the launch before told of a round"
+
+
+def test_what_is_prepared_does_not_touch_the_launch_that_runs(gpu: Gpu) -> None:
+    decoder = gpu.decoder
+    decoder.start(queries(), 1)
+    running = decoder._given_on_host[0]
+    given = running.clone()
+    decoder.prepare_next(queries(8)[:3], 1)
+    assert torch.equal(running, given), "its copy may be still to come"
+    decoder._shown[0, :8] = range(8)
+    assert list(decoder.tokens()) == [[*range(8)]], "eight queries, not three"
+    # Another launch than the one that was prepared may come, too.
+    decoder.start(queries(4)[:2], 1)
+    assert list(decoder.tokens()) == [[0, 1]]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_nobody_sleeps_before_the_last_round(
+    gpu: Gpu, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest sleep takes longer than the host's part of a round."""
+    monkeypatch.setattr(time, "sleep", lambda _: gpu.did.append("sleep"))
+    gpu.decoder.start(queries()[:1], rounds)
+    gpu.did.clear()
+    assert len(list(gpu.decoder.tokens())) == rounds
+    assert gpu.did.count("synchronize") == 1
+    assert "sleep" not in gpu.did[gpu.did.index("synchronize") :]
