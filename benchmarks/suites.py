@@ -304,6 +304,18 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 f"bench decode {_quantized('int4', 'llama-3.1-8b')} {_RUN} --columns 8",
             )
         ),
+        # A mixture: one query in each format, eight columns, after many positions, and prompts.
+        "h200-experts.json": File(
+            (
+                *(
+                    _decode("qwen3-30b-a3b", f"{_RUN}{weights}")
+                    for weights in ("", " --weights fp8", " --weights int4")
+                ),
+                _decode("qwen3-30b-a3b", f"{_RUN} --columns 8"),
+                _decode("qwen3-30b-a3b", f"{_RUN} --context 32000"),
+                _prefill("qwen3-30b-a3b", "--prompt-tokens 128 --prompt-tokens 2048 --prefix cold"),
+            )
+        ),
         "h200-gguf.json": File(
             tuple(
                 f"bench decode {_quantized(form, 'llama-3.1-8b')} {_RUN}"
@@ -380,7 +392,8 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 _decode(shape, f"--weights int4 {_RUN} --gpus 2")
                 for shape in ("llama-3.1-8b", "laneformer-2b-as-llama")
             )
-        )
+        ),
+        "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_RUN} --gpus 2"),)),
     },
 }
 
