@@ -23,9 +23,12 @@ ROWS_ENTRIES = ("route", "choose", "cut", "take", "add_shares")
 ROUTED_TOKENS, ROUTED_EXPERTS, CHOOSING_WARPS, CUT_WARPS = 16, 32, 4, 32
 _WORD_BYTES = 4
 # Most rows of a piece, ascending: a narrow product reads weights as quickly, and wastes less.
-_NARROW, _WIDE = 64, 128
+_NARROW, _WIDE, _WIDEST = PIECE_ROWS = 64, 128, 160
 # Rows of an expert, on average, from which on most fill a wide piece.
 _LEAST_WIDE_SHARE = 96
+# About as many as a wide piece has. Half of all experts would begin a second one, of a few rows;
+# the widest pieces have room for all of one, where tokens choose at random.
+_WIDEST_SHARES = range(112, 137)
 
 
 def reads_packed_experts(plan: Plan) -> bool:
@@ -44,6 +47,8 @@ def reads_packed_experts(plan: Plan) -> bool:
 def piece_rows(router: Router, tokens: int) -> int:
     """Most rows of a piece, for a pass of so many tokens."""
     share = tokens * router.num_chosen // router.num_experts
+    if share in _WIDEST_SHARES:
+        return _WIDEST
     return _WIDE if share >= _LEAST_WIDE_SHARE else _NARROW
 
 
@@ -93,7 +98,7 @@ def expert_sources(plan: Plan) -> tuple[Source, ...]:
     found: list[Source] = []
     for kind in _kinds(plan):
         operations = [kind.operations[name] for name in OF_EXPERTS]
-        found += [expert_form(plan, op, n).source for op in operations for n in (_NARROW, _WIDE)]
+        found += [expert_form(plan, op, n).source for op in operations for n in PIECE_ROWS]
         assert kind.experts is not None, "a mixture"
         found.append(expert_rows_source(plan, kind.experts.router))
     return tuple(dict.fromkeys(found))

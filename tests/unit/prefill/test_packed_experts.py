@@ -221,6 +221,9 @@ def test_bits_depend_on_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_form, "_LEAST_WIDE_SHARE", 1)
     assert piece_rows(USUAL, TOKENS) == 128
     assert torch.equal(given(slice(None)), whole)
+    monkeypatch.setattr(expert_form, "_WIDEST_SHARES", range(1, 100))
+    assert piece_rows(USUAL, TOKENS) == 160
+    assert torch.equal(given(slice(None)), whole)
 
 
 ROUTERS = {
@@ -312,7 +315,8 @@ def test_buffers_take_what_the_estimate_says() -> None:
 
 def test_no_pass_needs_more_pieces_than_there_is_room_for() -> None:
     router = Router(128, 8)
-    assert [piece_rows(router, tokens) for tokens in (1, 128, 1024, 2048)] == [64, 64, 64, 128]
+    sizes = [piece_rows(router, tokens) for tokens in (1, 128, 1024, 1536, 2048, 4096)]
+    assert sizes == [64, 64, 64, 128, 160, 128]
     for tokens in (1, 128, 1535, 1536, 2048):
         rows, slots = piece_rows(router, tokens), tokens * router.num_chosen
         # Every expert's last piece has one row.
@@ -335,8 +339,8 @@ def test_where_experts_are_read_as_they_are_packed() -> None:
 def test_all_kernels_are_compiled_ahead() -> None:
     config, _ = MODELS["usual"]
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"])
-    # gate_up of both sizes has as many columns; each matrix comes in narrow and in wide pieces.
-    assert len(expert_sources(plan)) == 2 + 2 * 2 + 1
+    # gate_up of both sizes has as many columns; each matrix comes in three sizes of pieces.
+    assert len(expert_sources(plan)) == 3 + 2 * 3 + 1
     sources = {named.source for named in kernel_sources(plan)}
     assert sources.issuperset(expert_sources(plan))
     ampere = make_plan(config, Dtype.BF16, TYPICAL["sm_80"])
