@@ -183,8 +183,8 @@ template <class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
   constexpr u32 kAtOnce = M::kWideQueries ? 4 : 2;
-  // Those of one wide query are asked for together, too. Of others the second time is one warp's, for the key.
-  constexpr u32 kOfOneQuery = M::kWideQueries ? (M::kGroup + kConsumerWarps) / kConsumerWarps : 1;
+  // All of one query are asked for together.
+  constexpr u32 kOfOneQuery = (M::kGroup + kConsumerWarps) / kConsumerWarps;
   HeadVector<L> vector;
   vector.load_norms(cx.vectors(L::vectors(layer)), cx.lane);
   bool known = false;
