@@ -58,11 +58,13 @@ struct ExpertChoice {
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i)
         if (rank[i] > best) best = rank[i], at = i;
-      const u32 top = __reduce_max_sync(~0u, best);
-      const u32 expert = __reduce_min_sync(~0u, best == top ? 32 * at + lane : ~0u);
+      bool wins = best == __reduce_max_sync(~0u, best);
+      const u32 alike = __ballot_sync(~0u, wins);
+      // Mostly one lane has it, which is known sooner than which expert.
+      if (alike & alike - 1) wins &= __reduce_min_sync(~0u, wins ? 32 * at + lane : ~0u) == 32 * at + lane;
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i)
-        if (32 * i + lane == expert) rank[i] = 0, chosen |= 1u << i;
+        if (wins && i == at) rank[i] = 0, chosen |= 1u << i;
     }
   }
   __device__ __forceinline__ void normalise() {
