@@ -284,10 +284,18 @@ struct SuperBlocks {
   u32 scales[kGroups / 2], offsets;
   u32 supers, super_offsets;  // two of 16 bits
 
-  // Values and what groups have, of a tile.
   __device__ __forceinline__ void load_values(u32 tile, const Place& place) {
     nibbles = load_shared(tile + place.lane * 16);
     if constexpr (kBits == 6) pairs = load_shared2(tile + 2 * kNibbleBytes + place.lane * 8);
+  }
+  // What groups and super-blocks of a tile have.
+  __device__ __forceinline__ void load_scales(u32 tile, const Place& place) {
+    load_groups(tile, place);
+    const u32 at = tile + 2 * (kValueBytes + kHalfScales + kHalfOffsets) + place.supers * 4;
+    supers = load_shared1(at);
+    if constexpr (kHasOffsets) super_offsets = load_shared1(at + 2 * kHalfSupers);
+  }
+  __device__ __forceinline__ void load_groups(u32 tile, const Place& place) {
     const u32 at = tile + 2 * kValueBytes + place.of_warp * 2 * kGroups;
     if constexpr (kGroups == 2) {
       scales[0] = load_shared1(at);
@@ -300,9 +308,7 @@ struct SuperBlocks {
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
     if (!half_tiles) {
       load_values(tile, place);
-      const u32 at = tile + 2 * (kValueBytes + kHalfScales + kHalfOffsets) + place.supers * 4;
-      supers = load_shared1(at);
-      if constexpr (kHasOffsets) super_offsets = load_shared1(at + 2 * kHalfSupers);
+      load_scales(tile, place);
       return;
     }
     load_half(tile, place, false);
@@ -379,6 +385,10 @@ struct Paired<SuperBlocks<kBits, kGroup, kHasOffsets>> : SuperBlocks<kBits, kGro
   };
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool, bool) {
     Base::load_values(tile, place);
+    load_scales(tile, place);
+  }
+  __device__ __forceinline__ void load_scales(u32 tile, const Place& place) {
+    Base::load_groups(tile, place);
     const u32 at = tile + 2 * (Base::kValueBytes + Base::kHalfScales + Base::kHalfOffsets) + place.supers * 2;
     Base::supers = load_shared_half(at);
     if constexpr (kHasOffsets) Base::super_offsets = load_shared_half(at + 2 * Base::kHalfSupers);
