@@ -327,7 +327,9 @@ struct SuperBlocks {
   __device__ __forceinline__ uint4 operand(u32 part) const {
     if constexpr (kBits == 6) return part ? parted(values.w, more.x, more.y) : parted(values.x, values.y, values.z);
     const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
-    return make_uint4(first & 0x0F0F0F0F, first & 0xF0F0F0F0, second & 0x0F0F0F0F, second & 0xF0F0F0F0);
+    // Differences take other units of an SM than masks do, which are as busy as the issue of instructions.
+    const u32 low_first = first & 0x0F0F0F0F, low_second = second & 0x0F0F0F0F;
+    return make_uint4(low_first, first - low_first, low_second, second - low_second);
   }
   // The same of a half tile: rows g + 8 are none.
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
