@@ -18,7 +18,6 @@ from soloist.megakernel.tile import (
     COLUMN_DIGITS,
     HALF_TILE_ORDER,
     HALF_TILE_ROWS,
-    HALF_TILE_VALUES,
     STEP_COLUMNS,
     TILE_ORDER,
     WARP_COLUMNS,
@@ -322,16 +321,20 @@ class SuperBlockLayout(Layout):
             made.append(of(order, values).contiguous().view(torch.uint8))
         if half_tiles == 2 and self._format.offset_bits:
             codes, *shared = made
-            made = [codes, *(_side_by_side(*of_kind) for of_kind in zip(_PLACES, shared[::2], shared[1::2], strict=True))]
+            made = [
+                codes,
+                *(
+                    _side_by_side(*of_kind)
+                    for of_kind in zip(_PLACES, shared[::2], shared[1::2], strict=True)
+                ),
+            ]
         return torch.cat(made, dim=-1)
 
     def unpacked(self, tiles: Tensor, halves: Tensor) -> list[Tensor]:
         """See Layout."""
         parted = zip(self._values(tiles, 2), self._values(halves, 1), strict=True)
         orders = [self._codes, *self._shared.values()]
-        codes, *shared = (
-            order.to_units(*both) for order, both in zip(orders, parted, strict=True)
-        )
+        codes, *shared = (order.to_units(*both) for order, both in zip(orders, parted, strict=True))
         if self._has_sixes:
             codes = (codes ^ 32) - 32  # with their sign
         return self._supers_changed([codes, *shared])
@@ -404,7 +407,10 @@ def _joined_sixes(codes: Tensor, half_tiles: int) -> Tensor:
 def _parted_sixes(joined: Tensor, half_tiles: int) -> Tensor:
     """The inverse, without the codes' signs."""
     size = joined.shape[-1] // 3
-    parts = [part.unflatten(-1, (size // (4 * half_tiles), -1)) for part in joined.split([2 * size, size], dim=-1)]
+    parts = [
+        part.unflatten(-1, (size // (4 * half_tiles), -1))
+        for part in joined.split([2 * size, size], dim=-1)
+    ]
     words = torch.cat(parts, dim=-1).unflatten(-1, (half_tiles, 3, 4))
     low = words & 3
     last = low[..., 0, :] << 4 | low[..., 1, :] << 2 | low[..., 2, :]

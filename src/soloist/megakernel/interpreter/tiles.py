@@ -160,8 +160,8 @@ def _of_super_blocks(packed: Tensor, op: Operation, rows: int) -> Numbers:
 
     Scales lie as [warp][g][group of the warp][rows g and g + 8], offsets with rows before groups,
     what super-blocks have as [super-block][g][rows g and g + 8]. Where tiles have offsets, each
-    [warp][g] and each row of a super-block has them behind the scales. Of a pair of steps the first tile
-    has the latter for rows g in both steps, the second one for rows g + 8:
+    [warp][g] and each row of a super-block has them behind the scales. Of a pair of steps the first
+    tile has the latter for rows g in both steps, the second one for rows g + 8:
     [super-block of a step][g][step].
     """
     stored, steps = op.matrix.format, op.matrix.steps
@@ -177,9 +177,7 @@ def _of_super_blocks(packed: Tensor, op: Operation, rows: int) -> Numbers:
     for step, tile in _slots_of(op, rows // HALF_TILE_ROWS):
         halves, own = len(tile), slice(tile.start * HALF_TILE_ROWS, tile.stop * HALF_TILE_ROWS)
         end = at + halves * stored.half_tile_bytes
-        parts = packed[at:end].split([halves * size for size in sizes])
-        if has_offsets and halves == 2:
-            parts = (parts[0], *_parted(64, *parts[1:3]), *_parted(32, *parts[3:5]))
+        parts = _parts_of(packed[at:end], [halves * size for size in sizes], halves)
         column = _columns_of(op, step)
         values[own, column] = _super_codes(parts[0], stored, halves).float()
         for found, part, signed in ((scales, parts[1], True), (offsets, parts[2], False)):
@@ -229,6 +227,14 @@ def _columns_of(op: Operation, step: int) -> Tensor:
     if not op.matrix.pairs_steps:
         return step * STEP_COLUMNS + k
     return step // 2 * 2 * STEP_COLUMNS + k // 64 * 128 + step % 2 * 64 + k % 64
+
+
+def _parts_of(packed: Tensor, sizes: list[int], half_tiles: int) -> list[Tensor]:
+    """Each part of a tile's bytes, codes and scales first; parts that lie together come apart."""
+    parts = list(packed.split(sizes))
+    if half_tiles == 2 and len(parts) == 5:
+        return [parts[0], *_parted(64, *parts[1:3]), *_parted(32, *parts[3:5])]
+    return parts
 
 
 def _parted(places: int, *parts: Tensor) -> tuple[Tensor, Tensor]:
