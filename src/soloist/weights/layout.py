@@ -18,12 +18,11 @@ from soloist.megakernel.tile import (
     COLUMN_DIGITS,
     HALF_TILE_ORDER,
     HALF_TILE_ROWS,
-    HALF_TILE_VALUES,
     STEP_COLUMNS,
     TILE_ORDER,
     WARP_COLUMNS,
 )
-from soloist.megakernel.weight_format import WeightFormat
+from soloist.megakernel.weight_format import SUPER_BLOCK, WeightFormat
 from soloist.model.quantized import (
     OFFSET_COLUMNS,
     OFFSETS,
@@ -235,23 +234,23 @@ class QuantizedLayout(Layout):
 
 
 _WARPS = COLUMN_DIGITS["w"]
-_TILE_NIBBLES, _HALF_TILE_NIBBLES = "wgqpmreh", "wgqmrep"
+_NIBBLES, _SIXES = ("wgqpmreh", "wgqmrep"), ("wgqpmhre", "wgqpmre")
 
 
 class SuperBlockLayout(Layout):
     """Codes, what groups have, then what super-blocks have, as the kernel's reader finds them.
 
-    Codes of six bits lie in two places: the upper four bits of all, then the lower two. What groups
-    have lies by warp. Where steps are paired, what super-blocks have lies as scales of other
-    formats do: the tile of the first step has that of rows g in both.
+    Of four words of codes of six bits the fourth lies in the spare bits of the others; a lane's 24
+    or 12 bytes are in two places, for a load each. What groups have lies by warp. Where steps are
+    paired, what super-blocks have lies as scales of other formats do: the tile of the first step
+    has that of rows g in both. Offsets of whole tiles lie beside the scales that the same lane
+    reads.
     """
 
     def __init__(self, stored: WeightFormat, *, pairs_steps: bool) -> None:
         assert stored.meaning is not None, "super-blocks have scales"
         self._format, self._meaning, self._pairs_steps = stored, stored.meaning, pairs_steps
-        self._codes = [Order(_COLUMNS, _TILE_NIBBLES, _HALF_TILE_NIBBLES)]
-        if self._is_in_two:
-            self._codes.append(Order(_COLUMNS, "wgqpremh", "wgqremp"))
+        self._codes = Order(_COLUMNS, *(_SIXES if self._has_sixes else _NIBBLES))
         supers = Order((("n", STEP_COLUMNS // stored.super_block),), "ngh", "ng")
         self._shared = {
             part: supers if part in _OF_SUPER_BLOCKS else _by_warp(each, part)
@@ -259,7 +258,7 @@ class SuperBlockLayout(Layout):
         }
 
     @property
-    def _is_in_two(self) -> bool:
+    def _has_sixes(self) -> bool:
         return self._meaning.codes is Codes.INT6
 
     @property
@@ -275,7 +274,7 @@ class SuperBlockLayout(Layout):
     def by_row(self, parts: Mapping[str, Tensor], steps: int) -> list[Tensor]:
         """See Layout."""
         codes = parts[""]
-        codes = codes.view(torch.uint8) if self._is_in_two else _parted_nibbles(codes)
+        codes = codes.view(torch.uint8) if self._has_sixes else _parted_nibbles(codes)
         found = [_in_steps(codes, steps, STEP_COLUMNS)]
         for part, each in self._columns_of.items():
             values = parts[part]
@@ -316,36 +315,37 @@ class SuperBlockLayout(Layout):
             return order.of_tiles(values) if half_tiles == 2 else order.of_half_tiles(values)
 
         codes, *shared = units
-        if self._is_in_two:
-            high, low = (codes & 63) >> 2, codes & 3
-            made = [
-                _joined_nibbles(of(self._codes[0], high)),
-                _joined_pairs(of(self._codes[1], low)),
-            ]
-        else:
-            made = [_joined_nibbles(of(self._codes[0], codes))]
+        codes = of(self._codes, codes)
+        made = [_joined_sixes(codes, half_tiles) if self._has_sixes else _joined_nibbles(codes)]
         for order, values in zip(self._shared.values(), shared, strict=True):
             made.append(of(order, values).contiguous().view(torch.uint8))
+        if half_tiles == 2 and self._format.offset_bits:
+            codes, *shared = made
+            made = [
+                codes,
+                *(
+                    _side_by_side(*of_kind)
+                    for of_kind in zip(_PLACES, shared[::2], shared[1::2], strict=True)
+                ),
+            ]
         return torch.cat(made, dim=-1)
 
     def unpacked(self, tiles: Tensor, halves: Tensor) -> list[Tensor]:
         """See Layout."""
         parted = zip(self._values(tiles, 2), self._values(halves, 1), strict=True)
-        orders = [*self._codes, *self._shared.values()]
-        units = [order.to_units(*both) for order, both in zip(orders, parted, strict=True)]
-        if self._is_in_two:
-            high, low, *shared = units
-            # Six bits with a sign.
-            units = [((high << 2 | low) ^ 32) - 32, *shared]
-        return self._supers_changed(units)
+        orders = [self._codes, *self._shared.values()]
+        codes, *shared = (order.to_units(*both) for order, both in zip(orders, parted, strict=True))
+        if self._has_sixes:
+            codes = (codes ^ 32) - 32  # with their sign
+        return self._supers_changed([codes, *shared])
 
     def _values(self, tiles: Tensor, half_tiles: int) -> list[Tensor]:
         sizes = [half_tiles * size for size in self._format.half_tile_parts_bytes if size]
         codes, *shared = tiles[..., : sum(sizes)].split(sizes, dim=-1)
-        nibbles = half_tiles * HALF_TILE_VALUES // 2
-        found = [_parted_nibbles(codes[..., :nibbles])]
-        if self._is_in_two:
-            found.append(_parted_pairs(codes[..., nibbles:]))
+        if half_tiles == 2 and self._format.offset_bits:
+            pairs = zip(_PLACES, shared[::2], shared[1::2], strict=True)
+            shared = [part for places, *both in pairs for part in _apart(places, *both)]
+        found = [_parted_sixes(codes, half_tiles) if self._has_sixes else _parted_nibbles(codes)]
         for part, values in zip(self._shared, shared, strict=True):
             is_super = part in _OF_SUPER_BLOCKS
             found.append(values.contiguous().view(self._super_type) if is_super else values)
@@ -377,18 +377,44 @@ def _by_warp(each: int, part: str) -> Order:
     return Order((("w", _WARPS), ("n", WARP_COLUMNS // each)), tile, "wgn")
 
 
-def _joined_pairs(values: Tensor) -> Tensor:
-    """Four values of two bits to a byte, the first one lowest."""
-    pairs = _joined_halves(values, 2)
-    return _joined_halves(pairs, 4)
+# Of a tile: rows of warps that have scales and offsets, and of super-blocks.
+_PLACES = (_WARPS * HALF_TILE_ROWS, STEP_COLUMNS // SUPER_BLOCK * 2 * HALF_TILE_ROWS)
 
 
-def _joined_halves(values: Tensor, bits: int) -> Tensor:
-    return values[..., ::2] | values[..., 1::2] << bits
+def _side_by_side(places: int, *parts: Tensor) -> Tensor:
+    """Bytes of parts, together for each of so many places."""
+    return torch.cat([part.unflatten(-1, (places, -1)) for part in parts], dim=-1).flatten(-2)
 
 
-def _parted_pairs(values: Tensor) -> Tensor:
-    return torch.stack([values >> 2 * i & 3 for i in range(4)], dim=-1).flatten(-2)
+def _apart(places: int, *parts: Tensor) -> list[Tensor]:
+    """The inverse; parts have the bytes of all of them, cut anywhere."""
+    sizes = [part.shape[-1] // places for part in parts]
+    joined = torch.cat(parts, dim=-1).unflatten(-1, (places, -1))
+    return [part.flatten(-2) for part in joined.split(sizes, dim=-1)]
+
+
+def _joined_sixes(codes: Tensor, half_tiles: int) -> Tensor:
+    """Of four words of four codes three; the first two thirds of each lane's come before the last.
+
+    A byte has a code and, below it, two bits of the fourth word's code in the same place.
+    """
+    *first, last = (codes & 63).unflatten(-1, (-1, half_tiles, 4, 4)).unbind(-2)
+    words = [word << 2 | last >> 2 * (2 - i) & 3 for i, word in enumerate(first)]
+    lanes = torch.stack(words, dim=-2).flatten(-3).split([8 * half_tiles, 4 * half_tiles], dim=-1)
+    return torch.cat([part.flatten(-2) for part in lanes], dim=-1)
+
+
+def _parted_sixes(joined: Tensor, half_tiles: int) -> Tensor:
+    """The inverse, without the codes' signs."""
+    size = joined.shape[-1] // 3
+    parts = [
+        part.unflatten(-1, (size // (4 * half_tiles), -1))
+        for part in joined.split([2 * size, size], dim=-1)
+    ]
+    words = torch.cat(parts, dim=-1).unflatten(-1, (half_tiles, 3, 4))
+    low = words & 3
+    last = low[..., 0, :] << 4 | low[..., 1, :] << 2 | low[..., 2, :]
+    return torch.cat([words >> 2, last[..., None, :]], dim=-2).flatten(-4)
 
 
 def _in_steps(values: Tensor, steps: int, each: int) -> Tensor:

@@ -49,6 +49,9 @@ inline u32 __shfl_xor_sync(u32, u32 x, u32 mask) {
   const u32 lane = threadIdx.x % 32;
   return meet({{x}})[lane ^ mask].words[0];
 }
+inline float __shfl_xor_sync(u32 all, float x, u32 mask) {
+  return bits_to<float>(__shfl_xor_sync(all, bits_to<u32>(x), mask));
+}
 inline bool __all_sync(u32, bool x) {
   const Left* all = meet({{x}});
   for (u32 i = 0; i < 32; ++i) if (!all[i].words[0]) return false;
@@ -59,6 +62,7 @@ inline void __syncwarp() { meet({}); }
 
 template <class T> T load_from(u32 at) { T x; std::memcpy(&x, shared + at, sizeof(T)); return x; }
 inline uint4 load_shared(u32 at) { return load_from<uint4>(at); }
+inline void load_shared_if(bool wanted, uint4& v, u32 at) { if (wanted) v = load_shared(at); }
 inline uint2 load_shared2(u32 at) { return load_from<uint2>(at); }
 inline u32 load_shared1(u32 at) { return load_from<u32>(at); }
 inline u32 load_shared_half(u32 at) { return load_from<u16>(at); }

@@ -208,6 +208,8 @@ CASES = [
     ("int4-offsets", 40, 1536),
     *((kind, 32, 2048) for kind in SUPER),
     *((kind, 40, 1536) for kind in SUPER),
+    *((kind, 16, 2048) for kind in SUPER),  # one tile of two pairs of steps
+    *((kind, 112, 2048) for kind in SUPER),  # four tiles and three of a pair of steps
 ]
 
 

@@ -67,6 +67,11 @@ __device__ __forceinline__ void store_shared2(u32 address, u32 x, u32 y) {
 __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// 16 bytes if `wanted`; otherwise `v` stays as it is. Volatile, or the compiler loads once for several of them and moves the registers.
+__device__ __forceinline__ void load_shared_if(bool wanted, uint4& v, u32 address) {
+  asm volatile("{ .reg .pred wanted; setp.ne.u32 wanted, %4, 0; @wanted ld.volatile.shared.v4.u32 {%0,%1,%2,%3}, [%5]; }"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(static_cast<u32>(wanted)), "r"(address) : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -260,15 +260,17 @@ struct Paired : Format {
 };
 
 // Integers of 4 or 6 bits whose groups have scales, and offsets, that are integers of 8 bits times fp16 of their super-block of 256
-// columns. A byte has values of rows g and g + 8 as of Int4; of 6 bits these are the upper four, and the lower two lie behind all of
-// them: a byte has those of the four values that two words have in one byte.
+// columns. Of 4 bits a byte has values of rows g and g + 8 as of Int4. Of 6 bits three words stand for four of a multiply: a byte has
+// one value of the word in its upper six bits, and below them two bits of the fourth word's value. What a lane reads of a whole tile
+// beside its values lies side by side.
 template <u32 kBits, u32 kGroup, bool kHasOffsets>
 struct SuperBlocks {
   static constexpr Arithmetic kArithmetic = Arithmetic::kSuperBlocks;
   static constexpr u32 kSuperColumns = 256, kOffsetGroups = 2, kGroups = 64 / kGroup;  // groups of a warp's 64 columns
   static constexpr bool kOffsets = kHasOffsets, kSigned = kBits == 6;
-  static constexpr u32 kNibbleBytes = kHalfTileValues / 2, kValueBytes = kHalfTileValues * kBits / 8;
+  static constexpr u32 kFirstBytes = kHalfTileValues / 2, kValueBytes = kHalfTileValues * kBits / 8;
   static constexpr u32 kHalfScales = kHalfTileRows * 8 * kGroups, kHalfOffsets = kHasOffsets ? kHalfTileRows * 8 * kOffsetGroups : 0;
+  static constexpr u32 kGroupsBytes = 2 * (kGroups + (kHasOffsets ? kOffsetGroups : 0)), kSuperBytes = kHasOffsets ? 4 : 2;
   static constexpr u32 kHalfSupers = kHalfTileRows * (kStepColumns / kSuperColumns) * 2;
   static constexpr u32 kHalfBytes = kValueBytes + kHalfScales + kHalfOffsets + kHalfSupers * (kHasOffsets ? 2 : 1);
   // What sums of a tile's rows g and g + 8, and of a half tile, are multiplied by: values are larger than they mean.
@@ -278,52 +280,63 @@ struct SuperBlocks {
     __device__ __forceinline__ Place(u32 warp, u32 lane)
         : lane(warp * 32 + lane), of_warp(warp * 8 + lane / 4), supers(warp * 64 / kSuperColumns * 8 + lane / 4) {}
   };
-  uint4 nibbles;
-  uint2 pairs;
+  uint4 values;
+  uint2 more;  // of 6 bits
   // Bytes: scales of a tile's groups, of rows g and g + 8; offsets of rows g and g + 8, of groups; of a half tile's steps, of groups.
   u32 scales[kGroups / 2], offsets;
-  u32 supers, super_offsets;  // two of 16 bits
+  // Two of 16 bits: of rows g and g + 8 or of two steps a scale each, or a scale and an offset in a word each.
+  u32 supers[kHasOffsets ? 2 : 1];
 
-  // Values and what groups have, of a tile.
   __device__ __forceinline__ void load_values(u32 tile, const Place& place) {
-    nibbles = load_shared(tile + place.lane * 16);
-    if constexpr (kBits == 6) pairs = load_shared2(tile + 2 * kNibbleBytes + place.lane * 8);
-    const u32 at = tile + 2 * kValueBytes + place.of_warp * 2 * kGroups;
-    if constexpr (kGroups == 2) {
-      scales[0] = load_shared1(at);
+    values = load_shared(tile + place.lane * 16);
+    if constexpr (kBits == 6) more = load_shared2(tile + 2 * kFirstBytes + place.lane * 8);
+  }
+  // What groups and super-blocks of a tile have.
+  __device__ __forceinline__ void load_scales(u32 tile, const Place& place) {
+    load_groups(tile, place);
+    const u32 at = tile + 2 * (kValueBytes + kHalfScales + kHalfOffsets) + place.supers * 2 * kSuperBytes;
+    if constexpr (!kHasOffsets) {
+      supers[0] = load_shared1(at);
     } else {
       const uint2 v = load_shared2(at);
-      scales[0] = v.x, scales[kGroups / 2 - 1] = v.y;
+      supers[0] = v.x, supers[1] = v.y;
     }
-    if constexpr (kHasOffsets) offsets = load_shared1(tile + 2 * (kValueBytes + kHalfScales) + place.of_warp * 2 * kOffsetGroups);
+  }
+  __device__ __forceinline__ void load_groups(u32 tile, const Place& place) {
+    const u32 at = tile + 2 * kValueBytes + place.of_warp * kGroupsBytes;
+    if constexpr (kGroups > 2 && kHasOffsets) {
+      scales[0] = load_shared1(at), scales[kGroups / 2 - 1] = load_shared1(at + 4), offsets = load_shared1(at + 8);
+    } else {
+      const uint2 v = load_shared2(at);
+      scales[0] = v.x;
+      kHasOffsets ? offsets = v.y : scales[kGroups / 2 - 1] = v.y;
+    }
   }
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool both, bool half_tiles) {
     if (!half_tiles) {
       load_values(tile, place);
-      const u32 at = tile + 2 * (kValueBytes + kHalfScales + kHalfOffsets) + place.supers * 4;
-      supers = load_shared1(at);
-      if constexpr (kHasOffsets) super_offsets = load_shared1(at + 2 * kHalfSupers);
+      load_scales(tile, place);
       return;
     }
     load_half(tile, place, false);
     if (both) load_half(tile + kHalfBytes, place, true);
   }
-  __device__ __forceinline__ u32 loaded() const { return nibbles.x; }
+  __device__ __forceinline__ u32 loaded() const { return values.x; }
 
   // The operand of 32 columns of a tile.
   __device__ __forceinline__ uint4 operand(u32 part) const {
-    const u32 first = part ? nibbles.z : nibbles.x, second = part ? nibbles.w : nibbles.y;
-    if constexpr (kBits == 4) return make_uint4(first & 0x0F0F0F0F, first & 0xF0F0F0F0, second & 0x0F0F0F0F, second & 0xF0F0F0F0);
-    const u32 low = part ? pairs.y : pairs.x;
-    return make_uint4(joined(first << 4, low << 2), joined(first, low), joined(second << 4, low >> 2), joined(second, low >> 4));
+    if constexpr (kBits == 6) return part ? parted(values.w, more.x, more.y) : parted(values.x, values.y, values.z);
+    const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
+    // Differences take other units of an SM than masks do, which are as busy as the issue of instructions.
+    const u32 low_first = first & 0x0F0F0F0F, low_second = second & 0x0F0F0F0F;
+    return make_uint4(low_first, first - low_first, low_second, second - low_second);
   }
   // The same of a half tile: rows g + 8 are none.
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
-    const u32 first = second_step ? nibbles.z : nibbles.x, second = second_step ? nibbles.w : nibbles.y;
+    const u32 first = second_step ? values.z : values.x, second = second_step ? values.w : values.y;
     if constexpr (kBits == 4) return make_uint4(first >> 4 * part & 0x0F0F0F0F, 0, second >> 4 * part & 0x0F0F0F0F, 0);
-    const u32 low = second_step ? pairs.y : pairs.x;
-    if (part) return make_uint4(joined(first, low), 0, joined(second, low >> 4), 0);
-    return make_uint4(joined(first << 4, low << 2), 0, joined(second << 4, low >> 2), 0);
+    const uint4 both = parted(first, second, second_step ? more.y : more.x);
+    return part ? make_uint4(both.z, 0, both.w, 0) : make_uint4(both.x, 0, both.y, 0);
   }
   // Of group `n` of the warp's columns, of rows g or g + 8; of a half tile in its first or second step.
   template <bool kHalf>
@@ -335,35 +348,40 @@ struct SuperBlocks {
   __device__ __forceinline__ void take_shared(const SuperBlocks& w, bool is_own) {
 #pragma unroll
     for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = is_own ? w.scales[i] : scales[i];
-    supers = is_own ? w.supers : supers;
-    if constexpr (!kHasOffsets) return;
-    offsets = is_own ? w.offsets : offsets;
-    super_offsets = is_own ? w.super_offsets : super_offsets;
+#pragma unroll
+    for (u32 i = 0; i < (kHasOffsets ? 2 : 1); ++i) supers[i] = is_own ? w.supers[i] : supers[i];
+    if constexpr (kHasOffsets) offsets = is_own ? w.offsets : offsets;
   }
-  __device__ __forceinline__ float super_scale(u32 which) const { return from_fp16(static_cast<u16>(which ? supers >> 16 : supers)); }
-  __device__ __forceinline__ float super_offset(u32 which) const {
-    return from_fp16(static_cast<u16>(which ? super_offsets >> 16 : super_offsets));
+  __device__ __forceinline__ float super_scale(u32 which) const {
+    const u32 word = supers[kHasOffsets ? which : 0];
+    return from_fp16(static_cast<u16>(which && !kHasOffsets ? word >> 16 : word));
   }
+  __device__ __forceinline__ float super_offset(u32 which) const { return from_fp16(static_cast<u16>(supers[kHasOffsets ? which : 0] >> 16)); }
 
  private:
-  // Four times a value of 6 bits, with its sign.
-  static __device__ __forceinline__ u32 joined(u32 high, u32 low) { return (high & 0xF0F0F0F0) | (low & 0x0C0C0C0C); }
+  // Four words whose bytes have four times a value of 6 bits with its sign.
+  static __device__ __forceinline__ uint4 parted(u32 a, u32 b, u32 c) {
+    constexpr u32 kUpper = 0xFCFCFCFC;
+    const u32 last = (a << 6 & 0xC0C0C0C0) | (b << 4 & 0x30303030) | (c << 2 & 0x0C0C0C0C);
+    return make_uint4(a & kUpper, b & kUpper, c & kUpper, last);
+  }
   __device__ __forceinline__ void load_half(u32 half, const Place& place, bool second) {
     const uint2 v = load_shared2(half + place.lane * 8);
-    second ? nibbles.z = v.x : nibbles.x = v.x;
-    second ? nibbles.w = v.y : nibbles.y = v.y;
+    second ? values.z = v.x : values.x = v.x;
+    second ? values.w = v.y : values.y = v.y;
     if constexpr (kBits == 6) {
-      const u32 low = load_shared1(half + kNibbleBytes + place.lane * 4);
-      second ? pairs.y = low : pairs.x = low;
+      const u32 last = load_shared1(half + kFirstBytes + place.lane * 4);
+      second ? more.y = last : more.x = last;
     }
     const u32 at = half + kValueBytes + place.of_warp * kGroups, shift = second ? 16 : 0;
     if constexpr (kGroups == 2) scales[0] = merged(scales[0], load_shared_half(at), shift);
     else scales[second ? kGroups / 2 - 1 : 0] = load_shared1(at);
     const u32 of_super = half + kValueBytes + kHalfScales + kHalfOffsets + place.supers * 2;
-    supers = merged(supers, load_shared_half(of_super), shift);
-    if constexpr (kHasOffsets) {
+    if constexpr (!kHasOffsets) {
+      supers[0] = merged(supers[0], load_shared_half(of_super), shift);
+    } else {
       offsets = merged(offsets, load_shared_half(half + kValueBytes + kHalfScales + place.of_warp * kOffsetGroups), shift);
-      super_offsets = merged(super_offsets, load_shared_half(of_super + kHalfSupers), shift);
+      supers[second] = merged(load_shared_half(of_super), load_shared_half(of_super + kHalfSupers), 16);
     }
   }
   static __device__ __forceinline__ u32 merged(u32 first, u32 x, u32 shift) { return shift ? first | x << 16 : x; }
@@ -379,9 +397,12 @@ struct Paired<SuperBlocks<kBits, kGroup, kHasOffsets>> : SuperBlocks<kBits, kGro
   };
   __device__ __forceinline__ void load(u32 tile, const Place& place, bool, bool) {
     Base::load_values(tile, place);
-    const u32 at = tile + 2 * (Base::kValueBytes + Base::kHalfScales + Base::kHalfOffsets) + place.supers * 2;
-    Base::supers = load_shared_half(at);
-    if constexpr (kHasOffsets) Base::super_offsets = load_shared_half(at + 2 * Base::kHalfSupers);
+    load_scales(tile, place);
+  }
+  __device__ __forceinline__ void load_scales(u32 tile, const Place& place) {
+    Base::load_groups(tile, place);
+    const u32 at = tile + 2 * (Base::kValueBytes + Base::kHalfScales + Base::kHalfOffsets) + place.supers * Base::kSuperBytes;
+    Base::supers[0] = kHasOffsets ? load_shared1(at) : load_shared_half(at);
   }
 };
 

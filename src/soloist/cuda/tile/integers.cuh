@@ -212,7 +212,7 @@ struct PairedSteps {
   }
   // Tile `t` of both steps.
   template <class Sums>
-  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, const Format& first, const Format& second) const {
+  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, u32, const Format& first, const Format& second) const {
     Accumulators c;
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) c[i / 4][i % 4] = Zero::kShared && !kCentred ? sums[i / 4][i % 4] : 0;
@@ -272,7 +272,7 @@ struct PairedSteps<Op, kAgain, true> {
     }
   }
   template <class Sums>
-  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, const Format& first, const Format& second) const {
+  __device__ __forceinline__ void multiply_tile(Sums& kept, u32 t, u32, const Format& first, const Format& second) const {
     // Each step has its own sums: four multiplies in a row would wait for each other.
     i32 c[4], d[4] = {0, 0, 0, 0};
 #pragma unroll

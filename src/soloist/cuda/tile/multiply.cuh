@@ -51,9 +51,9 @@ __device__ __forceinline__ void multiply_tile(Steps& steps, Sums& sums, u32 i, u
 // Tiles `i` and `i + 1` of a turn, which are those of the same rows in a pair of steps.
 template <u32 kTiles, class Steps, class Sums, class Fragments>
 __device__ __forceinline__ void multiply_pair(Steps& steps, Sums& sums, u32 i, u32 first, const Fragments& one, const Fragments& other) {
-  const u32 t = i / 2 % kTiles;
-  if (t == 0) steps.prepare(i / (2 * kTiles) * 2, first);
-  steps.multiply_tile(sums, t, one, other);
+  const u32 d = i / (2 * kTiles) * 2, t = i / 2 % kTiles;
+  if (t == 0) steps.prepare(d, first);
+  steps.multiply_tile(sums, t, d, one, other);
 }
 
 // Weights of 16 bits.
@@ -161,8 +161,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   static_assert(!Op::kPairsSteps || (kHalves % 2 == 0 && Op::kDepth % 2 == 0 && Op::kSteps % 2 == 0), "whole tiles of two steps");
   const typename Fragments::Place place(warp, lane);
-  typename StepsOf<Op, kAgain>::Type steps(operand, ahead, lane);
-  if constexpr (kDealsTiles<Op>) steps.tiles = kHalves / 2;
+  typename StepsOf<Op, kAgain, kHalves>::Type steps(operand, ahead, lane);
   Fragments early[kEarly + 1], later[kPipelined ? 2 : 1][kTogether];
   const auto is_early = [&](u32 i) { return static_cast<i32>(i) < kEarly; };
   const auto fragments = [&](u32 i, u32 j) -> Fragments& {
@@ -177,7 +176,9 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
     for (u32 j = 0; j < most; ++j) {
       if (i + j >= Order::kCount) continue;
       if ((i + j) % kSlotTiles == 0) slot = ring.take(), ++count;
-      w[j].load(slot + (i + j) % kSlotTiles * kTileBytes, place, Order::is_full(i + j), Order::is_left_over(i + j));
+      const u32 tile = slot + (i + j) % kSlotTiles * kTileBytes;
+      if constexpr (kDealsTiles<Op>) steps.template load<Order>(w[j], i + j, tile, place);
+      else w[j].load(tile, place, Order::is_full(i + j), Order::is_left_over(i + j));
       loaded |= w[j].loaded();
     }
     if constexpr (!kLate) ring.release(lane, taken, count, loaded);

@@ -81,16 +81,26 @@ struct Conversion {
     if (kChunks > 1 || !ahead.made) make(0);
     ahead.made = true;
   }
-  // Those of step `d` of a turn that begins with `first`; steps come in order.
-  __device__ __forceinline__ Converted take(u32 d, u32 first) {
+  // Where those of step `d` of a turn that begins with `first` are; steps come in order.
+  __device__ __forceinline__ u32 place(u32 d, u32 first) {
     if (kChunks > 1 && d == 0 && first > 0 && first % kConvertedSteps == 0) {
       ahead.await(operand, first / kConvertedSteps);
       make(first / kConvertedSteps);
     }
-    const u32 place = kChunks > 1 ? first % kConvertedSteps + d : first + d;
+    return kChunks > 1 ? first % kConvertedSteps + d : first + d;
+  }
+  // Those of the lane, whose column of a multiply is one of the two digits.
+  __device__ __forceinline__ u32 address(u32 place) const {
     const u32 swap = kDigits ? place : 0;
-    const uint4 b = load_shared(operand.converted + place * 128 + (lane / 4 ^ swap) % 2 * 64 + lane % 4 * 16);
-    return Converted{b, kScales ? __uint_as_float(load_shared1(operand.powers + place * 4)) : 1.0f};
+    return operand.converted + place * 128 + (lane / 4 ^ swap) % 2 * 64 + lane % 4 * 16;
+  }
+  __device__ __forceinline__ float power(u32 place) const {
+    return kScales ? __uint_as_float(load_shared1(operand.powers + place * 4)) : 1.0f;
+  }
+  __device__ __forceinline__ Converted take(u32 d, u32 first) {
+    const u32 at = place(d, first);
+    const uint4 b = load_shared(address(at));
+    return Converted{b, power(at)};
   }
 
  private:

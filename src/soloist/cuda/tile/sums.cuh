@@ -61,25 +61,26 @@ struct PlainSteps {
   }
 };
 
-template <class Op, bool kAgain, Arithmetic = kArithmetic<Op>, bool = Op::kPairsSteps>
+// kHalves: how many times 8 rows are multiplied.
+template <class Op, bool kAgain, u32 kHalves, Arithmetic = kArithmetic<Op>, bool = Op::kPairsSteps>
 struct StepsOf {
   using Type = PlainSteps<Op, kAgain>;
 };
-template <class Op, bool kAgain>
-struct StepsOf<Op, kAgain, Arithmetic::kScaled, false> {
+template <class Op, bool kAgain, u32 kHalves>
+struct StepsOf<Op, kAgain, kHalves, Arithmetic::kScaled, false> {
   using Type = ScaledSteps<Op, kAgain>;
 };
-template <class Op, bool kAgain>
-struct StepsOf<Op, kAgain, Arithmetic::kIntegers, false> {
+template <class Op, bool kAgain, u32 kHalves>
+struct StepsOf<Op, kAgain, kHalves, Arithmetic::kIntegers, false> {
   using Type = IntegerSteps<Op, kAgain>;
 };
-template <class Op, bool kAgain>
-struct StepsOf<Op, kAgain, Arithmetic::kIntegers, true> {
+template <class Op, bool kAgain, u32 kHalves>
+struct StepsOf<Op, kAgain, kHalves, Arithmetic::kIntegers, true> {
   using Type = PairedSteps<Op, kAgain>;
 };
-template <class Op, bool kAgain, bool kPairsSteps>
-struct StepsOf<Op, kAgain, Arithmetic::kSuperBlocks, kPairsSteps> {
-  using Type = SuperBlockSteps<Op, kAgain>;
+template <class Op, bool kAgain, u32 kHalves, bool kPairsSteps>
+struct StepsOf<Op, kAgain, kHalves, Arithmetic::kSuperBlocks, kPairsSteps> {
+  using Type = SuperBlockSteps<Op, kAgain, kHalves>;
 };
 
 // Calls `store(row, value)` with the sums that a lane has where tiles were dealt: of tile t, whose rows g and g + 8 are the t % 4-th

@@ -159,8 +159,9 @@ def _of_super_blocks(packed: Tensor, op: Operation, rows: int) -> Numbers:
     """The same of super-blocks.
 
     Scales lie as [warp][g][group of the warp][rows g and g + 8], offsets with rows before groups,
-    what super-blocks have as [super-block][g][rows g and g + 8]. Of a pair of steps the first tile
-    has the latter for rows g in both steps, the second one for rows g + 8:
+    what super-blocks have as [super-block][g][rows g and g + 8]. Where tiles have offsets, each
+    [warp][g] and each row of a super-block has them behind the scales. Of a pair of steps the first
+    tile has the latter for rows g in both steps, the second one for rows g + 8:
     [super-block of a step][g][step].
     """
     stored, steps = op.matrix.format, op.matrix.steps
@@ -176,7 +177,7 @@ def _of_super_blocks(packed: Tensor, op: Operation, rows: int) -> Numbers:
     for step, tile in _slots_of(op, rows // HALF_TILE_ROWS):
         halves, own = len(tile), slice(tile.start * HALF_TILE_ROWS, tile.stop * HALF_TILE_ROWS)
         end = at + halves * stored.half_tile_bytes
-        parts = packed[at:end].split([halves * size for size in sizes])
+        parts = _parts_of(packed[at:end], [halves * size for size in sizes], halves)
         column = _columns_of(op, step)
         values[own, column] = _super_codes(parts[0], stored, halves).float()
         for found, part, signed in ((scales, parts[1], True), (offsets, parts[2], False)):
@@ -228,21 +229,38 @@ def _columns_of(op: Operation, step: int) -> Tensor:
     return step // 2 * 2 * STEP_COLUMNS + k // 64 * 128 + step % 2 * 64 + k % 64
 
 
-def _super_codes(codes: Tensor, stored: WeightFormat, half_tiles: int) -> Tensor:
-    """Integers [8 or 16, 512]. Of six bits the upper four lie as integers of four bits do.
+def _parts_of(packed: Tensor, sizes: list[int], half_tiles: int) -> list[Tensor]:
+    """Each part of a tile's bytes, codes and scales first; parts that lie together come apart."""
+    parts = list(packed.split(sizes))
+    if half_tiles == 2 and len(parts) == 5:
+        return [parts[0], *_parted(64, *parts[1:3]), *_parted(32, *parts[3:5])]
+    return parts
 
-    Behind them a byte has the lower two of the same four values that two nibbles of two words have.
+
+def _parted(places: int, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of which each of so many places has its bytes together."""
+    first, both = len(parts[0]) // places, torch.cat(parts).view(places, -1)
+    return both[:, :first].flatten(), both[:, first:].flatten()
+
+
+def _super_codes(codes: Tensor, stored: WeightFormat, half_tiles: int) -> Tensor:
+    """Integers [8 or 16, 512]. Of six bits a lane has three words for four of a multiply.
+
+    A byte has a value above two bits of one in the fourth word: the first word has the upper two.
     """
     if stored.value_bits == 4:
         return _int4(codes, half_tiles)
-    upper = half_tiles * HALF_TILE_VALUES // 2
-    high, d = _int4(codes[:upper], half_tiles).int(), _digits(half_tiles)
-    if half_tiles == 2:
-        byte, place = d.lane * 8 + d.part * 4 + d.of_four, d.multiply * 2 + d.half
-    else:
-        byte, place = d.lane * 4 + d.of_four, d.multiply * 2 + d.part
-    low = codes[upper:][byte].int() >> 2 * place & 3
-    whole = high * 4 + low
+    d = _digits(half_tiles)
+    word = d.multiply * 2 + d.half if half_tiles == 2 else d.part * 2 + d.multiply
+    four, first = d.part if half_tiles == 2 else 0, 8 * half_tiles
+
+    def byte(of_word: Tensor | int) -> Tensor:
+        at = (four * 3 + of_word) * 4 + d.of_four
+        behind = 256 * first + d.lane * (first // 2) + at - first
+        return codes[torch.where(at < first, d.lane * first + at, behind)].int()
+
+    fourth = (byte(0) & 3) << 4 | (byte(1) & 3) << 2 | byte(2) & 3
+    whole = torch.where(word == 3, fourth, byte(word.clamp(max=2)) >> 2)
     return whole - 64 * (whole >= 32)
 
 
