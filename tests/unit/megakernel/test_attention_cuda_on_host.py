@@ -304,8 +304,8 @@ def built(plan: Plan, queries: int, folder: Path) -> Built:
             "};",
         ]
     )
-    begin = CONTEXT.index("inline float __shfl_xor_sync")
-    shuffles = CONTEXT[begin : CONTEXT.index("struct Control")]
+    begin = CONTEXT.index("inline float2 make_float2")
+    more = CONTEXT[begin : CONTEXT.index("struct Control")]
     files = {
         "spec.cuh": spec,
         "ptx/memory.cuh": MEMORY
@@ -315,7 +315,7 @@ def built(plan: Plan, queries: int, folder: Path) -> Built:
         + MORE,
         "ptx/mma.cuh": MULTIPLY,
         "tile/context.cuh": '#pragma once\n#include "ptx/memory.cuh"\n#include "ptx/mma.cuh"\n'
-        + shuffles
+        + more
         + BLOCK,
         "main.cpp": MAIN.replace("OF_ATTENTION", of_attention),
     }

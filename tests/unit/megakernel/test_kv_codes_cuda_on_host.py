@@ -95,9 +95,6 @@ CONTEXT = r"""
 #pragma once
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-inline float __shfl_xor_sync(u32 all, float x, u32 mask) {
-  return bits_to<float>(__shfl_xor_sync(all, bits_to<u32>(x), mask));
-}
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float fmaxf(float a, float b) { return std::fmax(a, b); }
 struct Control { i32 sequence[kMaxQueries], position[kMaxQueries]; };

@@ -48,7 +48,7 @@ inline bool is_present(uint4) { return true; }
 inline void store_exchanged(float* to, float x) { *to = x; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float warp_sum(float x) {
-  for (u32 o = 16; o; o >>= 1) x += bits_to<float>(__shfl_xor_sync(~0u, bits_to<u32>(x), o));
+  for (u32 o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
   return x;
 }
 template <class M>
