@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from soloist.jit.stream import own_stream
 from soloist.prefill.elementwise import Chunk
 
 
@@ -40,7 +41,7 @@ class Graphs:
         is_over = False
         with torch.cuda.device(self._device):
             if self._recorder is None:
-                self._recorder = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._recorder = own_stream(self._device)
             while not is_over:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=memory, stream=self._recorder):

@@ -1,0 +1,42 @@
+"""Passes that are recorded, beside what else happens in the process."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from soloist.prefill.elementwise import Chunk
+from soloist.prefill.graphs import Graphs
+
+# As many as torch has, and more: whoever asks for one then gets one that somebody had before.
+MANY_STREAMS = 64
+
+
+@pytest.mark.gpu
+def test_pinned_memory_that_is_freed_while_a_pass_is_recorded_is_lent_again() -> None:
+    device = torch.device("cuda", 0)
+    values, staged = torch.zeros(4, device=device), list[Tensor]()
+    for _ in range(MANY_STREAMS):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            staged.append(torch.ones(4, pin_memory=True))
+            values.copy_(staged[-1], non_blocking=True)
+
+    def parts() -> Iterator[None]:
+        values.add_(1)
+        yield
+        staged.clear()  # as the garbage collector does with what belonged to another engine
+        values.mul_(2)
+
+    chunk = cast("Chunk", SimpleNamespace(num_rows=32, is_short_prompt=False))
+    graphs = Graphs(device)
+    graphs.record(chunk, parts())
+    lent = [torch.full((4,), i, pin_memory=True) for i in range(2 * MANY_STREAMS)]
+
+    values.zero_()
+    assert sum(1 for _ in graphs.replay(chunk)) == 2
+    assert values.tolist() == [2] * 4
+    assert [tensor[0].item() for tensor in lent] == list(range(2 * MANY_STREAMS))
