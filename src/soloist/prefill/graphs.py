@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from soloist.jit.stream import own_stream
 from soloist.prefill.elementwise import Chunk
+from soloist.prefill.stream import own_stream
 
 
 class Graphs:

@@ -1,6 +1,6 @@
 // Keys and values in 8 or 4 bits: from shared memory to operands of multiplies, and rounding. The definition is kv/codes.py.
 //
-// Codes are exact in bf16. Scores take on scales of keys, shares of values those of values: so no operand is rounded but
+// Codes are exact in bf16, also over a power of two. Scores take on scales of keys, shares of values those of values: so no operand is rounded but
 // shares, as they are in 16 bits. Which numbers are a pair follows from where codes lie in a word: of 8 bits bytes 0 and 2,
 // 1 and 3, of 4 bits numbers i and i + 4; of values those of positions 0 and 2, 1 and 3 in any case. Queries and shares lie
 // the same way.
@@ -11,9 +11,29 @@
 template <class M>
 inline constexpr bool kHasCodes = M::kCodeBits < 16;
 
-inline constexpr u32 kOnes = 0x3F803F80;  // of bf16
+// What operands of integer codes are multiplied by to give the codes. Scores and sums of values take it on at their end: a
+// power of two changes no bit.
+template <class M>
+constexpr float code_unit() {
+  if constexpr (kHasCodes<M>) return M::kFloatCodes ? 1.0f : 64.0f;
+  else return 1.0f;
+}
+template <class M>
+inline constexpr float kCodeUnit = code_unit<M>();
+// A sum over values, as codes or as they are.
+template <class M>
+__device__ __forceinline__ float in_full(float sum) {
+  if constexpr (kCodeUnit<M> != 1.0f) return sum * kCodeUnit<M>;
+  else return sum;
+}
 
-// Two codes of 8 bits, in bytes 0 and 2 of `word`, or 1 and 3 if it is `upper`, as a pair of bf16.
+// Of bf16, a number up to 255 that stands alone in its 16 bits is so many times 2^-133: up to 127 it is subnormal, and from there
+// on the lowest exponent begins. A multiply-add takes that to its number over 64, less the zero over 64, and so no
+// instruction has to put an exponent there.
+inline constexpr u32 kUnits = 0x7F007F00;      // 2^127
+inline constexpr u32 kSixteenths = 0x7D007D00;  // 2^123
+
+// Two codes of 8 bits, in bytes 0 and 2 of `word`, or 1 and 3 if it is `upper`, as a pair of bf16; integers over 64.
 template <bool kFloats>
 __device__ __forceinline__ u32 pair_of_bytes(u32 word, bool upper) {
   if constexpr (kFloats) {
@@ -21,14 +41,15 @@ __device__ __forceinline__ u32 pair_of_bytes(u32 word, bool upper) {
     const u32 high = upper ? word : word << 8;
     return fma_bf16((high & 0x80008000) | (high >> 4 & 0x07F007F0), 0x7B807B80, 0);
   } else {
-    // 128 and the low 7 bits, less 128, or less 256 where the sign is set.
-    const u32 low = upper ? word >> 8 : word;
-    return fma_bf16((low & 0x007F007F) | 0x43004300, kOnes, (low & 0x00800080) | 0xC300C300);
+    const u32 plus_128 = word ^ 0x80808080;
+    return fma_bf16(__byte_perm(plus_128, 0, upper ? 0x4341 : 0x4240), kUnits, 0xC000C000);  // 128 / 64 less
   }
 }
-// Codes of 4 bits: those of numbers `first` and `first` + 4 of a word.
+// Codes of 4 bits over 64: those of numbers `first` and `first` + 4 of a word.
 __device__ __forceinline__ u32 pair_of_nibbles(u32 word, u32 first) {
-  return fma_bf16((word >> 4 * first & 0x000F000F) | 0x43004300, kOnes, 0xC308C308);  // 128 + 8 less
+  const u32 two = first < 2 ? word : word >> 8;
+  const u32 pair = first % 2 ? two & 0x00F000F0 : two & 0x000F000F;
+  return fma_bf16(pair, first % 2 ? kSixteenths : kUnits, 0xBE00BE00);  // 8 / 64 less
 }
 
 // Eight neighbouring numbers of a key, as they lie.
@@ -244,11 +265,11 @@ struct CodedHead {
     for (u32 j = 0; j < kPairs; ++j) {
       const u32 p = lane + 32 * j;
       if (p >= kHalf) continue;
-      const float scale = __uint_as_float(scales[j] << 16);
+      const float scale = __uint_as_float(scales[j] << 16), unit = kCodeUnit<M>;
       u32 pair;
       if constexpr (M::kCodeBits == 8) pair = pair_of_bytes<M::kFloatCodes != 0>((codes[j] & 0xFF) | codes[j] >> 8 << 16, false);
       else pair = pair_of_nibbles((codes[j] & 0xF) | codes[j] >> 4 << 16, 0);
-      reinterpret_cast<u32*>(numbers)[p] = pack_pair(low_half(pair) * scale, high_half(pair) * scale);
+      reinterpret_cast<u32*>(numbers)[p] = pack_pair(low_half(pair) * unit * scale, high_half(pair) * unit * scale);
     }
   }
 

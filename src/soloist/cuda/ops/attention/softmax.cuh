@@ -290,6 +290,7 @@ struct Softmax {
   template <u32 kTiles, u32 kHalves = kRowHalves<M>>
   __device__ __forceinline__ void weigh(float (&score)[kTiles][4][4], u32 (&weight)[kTiles][4][2], u32 tiles, i32 start,
                                         const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 q) {
+    constexpr float kScale = M::kScoreScale * kCodeUnit<M>;
 #pragma unroll
     for (u32 m = 0; m < kTiles; ++m) {
       if (kTiles > 1 && !(tiles >> m & 1)) {  // nobody asks for these rows
@@ -318,7 +319,7 @@ struct Softmax {
         for (u32 t = 0; t < 4; ++t) top = fmaxf(top, fmaxf(score[m][t][2 * r], score[m][t][2 * r + 1]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(best[m][r], top * M::kScoreScale);
+        top = fmaxf(best[m][r], top * kScale);
         const float base = top == -kInfinity ? 0.0f : top;
         const float shrink = exp2_fast(best[m][r] - base);
         const bool shrinks = __any_sync(~0u, shrink != 1.0f && best[m][r] != -kInfinity);
@@ -329,7 +330,7 @@ struct Softmax {
 #pragma unroll
           for (u32 e = 0; e < 2; ++e) {
             float& s = score[m][t][2 * r + e];
-            s = exp2_fast(s * M::kScoreScale - base);
+            s = exp2_fast(s * kScale - base);
             sum += s;
           }
         total[m][r] = total[m][r] * shrink + sum;
@@ -359,12 +360,12 @@ __device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, con
 #pragma unroll
     for (u32 n = 0; n < kSetDim<M> / 8; n += 2) {
       float2* to = reinterpret_cast<float2*>(values + (dims / 8 + n + q / 2 ^ swap) * 8 + q % 2 * 4);
-      to[0] = make_float2(out[n][2 * half], out[n + 1][2 * half]);
-      to[1] = make_float2(out[n][2 * half + 1], out[n + 1][2 * half + 1]);
+      to[0] = make_float2(in_full<M>(out[n][2 * half]), in_full<M>(out[n + 1][2 * half]));
+      to[1] = make_float2(in_full<M>(out[n][2 * half + 1]), in_full<M>(out[n + 1][2 * half + 1]));
     }
   } else {
     float2* to = reinterpret_cast<float2*>(values + 2 * q);
 #pragma unroll
-    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(out[n][2 * half], out[n][2 * half + 1]);
+    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(in_full<M>(out[n][2 * half]), in_full<M>(out[n][2 * half + 1]));
   }
 }
