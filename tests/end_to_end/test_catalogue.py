@@ -1,10 +1,13 @@
 """`soloist pull`, `list` and `rm` over a hub's cache in a temporary folder, with a stubbed hub."""
 
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
 import threading
+from contextlib import redirect_stderr
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from soloist.cli import main
 from soloist.cli.fitting import find_fit
 from soloist.cli.machine import Card, Machine
 from soloist.engine.memory import Footprint
@@ -142,6 +146,20 @@ def test_a_broken_connection_and_a_broken_program_go_on(cache, hub, soloist):
     assert hub.ranges == ["bytes=1000000-", "bytes=3000000-"]
     assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
     assert not part.exists()
+
+
+def test_a_terminal_shows_bytes_rate_and_time_left(hub, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with redirect_stderr(Terminal()) as shown, pytest.raises(SystemExit, match="0"):
+        main(["pull", "some/model"])
+    assert hub.ranges == ["bytes=0-"]
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    assert re.search(r"fetching .* 3\.6/3\.6 MB [0-9.]+ .B/s \S+ left", plain), plain
 
 
 def test_progress_counts_each_byte_once(cache, hub):

@@ -106,6 +106,12 @@ def test_options_choose_tokens(http) -> None:
     )
     assert first == second
     assert first["content"] != text[: len(first["content"])]
+    options["seed"] = -1  # Ollama's word for another one each time
+    drawn = {
+        http.post("/api/chat", json=ask | {"options": options}).json()["message"]["content"]
+        for _ in range(4)
+    }
+    assert len(drawn) > 1
     form = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form["additionalProperties"] = False
     held = http.post("/api/chat", json=ask | {"format": form, "options": {"seed": 1}}).json()

@@ -536,21 +536,37 @@ def test_health_and_documentation(http) -> None:
     assert "http" not in page.replace("text/html", ""), "it loads nothing from elsewhere"
 
 
-def test_documented_bounds_of_numbers_are_those_of_the_server(http) -> None:
+COMPLETION = ("temperature", "top_p", "seed", "n", "logprobs", "min_tokens")
+LLAMA = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "within", "known"),
+    [
+        ("/v1/completions", "CompletionRequest", None, COMPLETION),
+        ("/completion", "LlamaCppRequest", None, (*LLAMA, "n_predict", "n_indent")),
+        ("/api/generate", "Options", "options", (*LLAMA, "num_predict", "num_ctx")),
+    ],
+)
+def test_documented_bounds_of_numbers_are_those_of_the_server(
+    http, path, schema, within, known
+) -> None:
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
-    body = {"model": "gpt", "prompt": "x", "max_tokens": 1}
     too_low = {}
-    for name, field in schemas["CompletionRequest"]["properties"].items():
+    for name, field in schemas[schema]["properties"].items():
         for kind in (field, *field.get("anyOf", ())):
+            assert not {"ge", "gt", "le", "lt"} & set(kind), f"{name}: no words of JSON schema"
             if "exclusiveMinimum" in kind:
                 too_low[name] = kind["exclusiveMinimum"]
             elif "minimum" in kind:
                 too_low[name] = kind["minimum"] - 1
-    assert {"temperature", "top_p", "seed", "n", "logprobs", "min_tokens"} <= set(too_low)
+    assert set(known) <= set(too_low)
     for name, value in too_low.items():
-        reply = http.post("/v1/completions", json=body | {name: value})
+        given = {within: {name: value}} if within else {name: value}
+        reply = http.post(path, json={"model": "gpt", "prompt": "x"} | given)
         assert reply.status_code == 400, name
-        assert reply.json()["error"]["param"] == name
+        error = reply.json()["error"]
+        assert error["param"] == name if within is None else name in error
 
 
 def test_documented_operations_have_names_and_errors(http) -> None:

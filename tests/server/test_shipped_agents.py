@@ -9,6 +9,11 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from typer.main import get_command
+
+from soloist.cli.app import app
+from soloist.model.families import read_config
+from soloist.model.folder import shipped_folder
 
 SHELL: dict[str, Any] = {
     "type": "object",
@@ -93,6 +98,21 @@ def events(http: httpx.Client, path: str, body: dict[str, Any], **options: Any) 
     assert reply.status_code == 200, reply.text
     told = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
     return [json.loads(data) if data != "[DONE]" else data for data in told]
+
+
+def test_the_server_takes_the_shipped_model_by_default_and_its_context_an_agents_prompt() -> None:
+    given = get_command(app()).commands["serve"].make_context("serve", []).params
+    assert given["model"] == "etude"
+    assert given["context"] is None, "so it is the model's own"
+    assert read_config(shipped_folder("etude") / "config.json").context_tokens >= 65_536
+
+
+def test_a_conversation_without_a_limit_ends(http) -> None:
+    card, *_ = http.get("/v1/models").json()["data"]
+    asked = {"messages": [{"role": "user", "content": "Say hello"}], "temperature": 0}
+    reply = http.post("/v1/chat/completions", json=asked).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == card["default_max_tokens"] == 1024
 
 
 def test_codex(http) -> None:

@@ -33,8 +33,6 @@ _FILE_MARKS = (("<|repo_name|>", "<|file_sep|>"), ("<repo_name>", "<file_sep>"))
 
 _BY_DEFAULT = [name for name in SAMPLERS.values() if name != "infill"]
 
-_RANDOM_SEEDS = (-1, 2**32 - 1)
-
 
 class LlamaCppFields(LlamaSampling):
     """What both ways to generate share."""
@@ -52,7 +50,6 @@ class LlamaCppFields(LlamaSampling):
     samplers: str | Items[str] | None = optional(
         "Those that are used; infill takes the best token. Their order is Soloist's."
     )
-    seed: int | None = optional("-1: another one each time. The same seed gives the same text.")
     stop: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     ignore_eos: bool | None = optional("Do not stop at the model's end-of-sequence token.")
     json_schema: dict[str, Any] | None = optional("The form of the answer.")
@@ -229,7 +226,7 @@ def _params(
         repetition_penalty=used("penalties", asked.repeat_penalty),
         presence_penalty=used("penalties", asked.presence_penalty),
         frequency_penalty=used("penalties", asked.frequency_penalty),
-        seed=None if asked.seed in _RANDOM_SEEDS else asked.seed,
+        seed=asked.chosen_seed,
         stop=asked.stop,
         stop_token_ids=list(end_ids),
         ignore_eos=asked.ignore_eos,

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from soloist.server.fields import Fields, Harmless, Number, SamplingFields, only, optional
+from soloist.server.fields import (
+    Fields,
+    Harmless,
+    Number,
+    SamplingFields,
+    bounded,
+    only,
+    optional,
+)
 from soloist.server.problems import invalid, unsupported
 
 # Letters and names of llama.cpp's samplers.
@@ -13,24 +21,38 @@ SAMPLERS = {
     "m": "min_p", "x": "xtc", "t": "temperature", "i": "infill",
 }  # fmt: skip
 
+_RANDOM_SEEDS = (-1, 2**32 - 1)
+
 
 class LlamaSampling(Fields):
     """Fields that both have; a field that is left out has Soloist's default."""
 
-    temperature: Number | None = optional("0 is greedy; default 1.")
-    top_k: int | None = optional("0 or -1 keeps all tokens, as by default.")
-    top_p: Number | None = optional("Above 0, at most 1, the default.")
-    min_p: Number | None = optional("0 … 1; default 0.")
-    repeat_penalty: Number | None = Field(
+    temperature: Number | None = bounded("0 is greedy; default 1.", minimum=0, maximum=100)
+    top_k: int | None = bounded("0 or -1 keeps all tokens, as by default.", minimum=-1)
+    top_p: Number | None = bounded(
+        "Above 0, at most 1, the default.", exclusiveMinimum=0, maximum=1
+    )
+    min_p: Number | None = bounded("0 … 1; default 0.", minimum=0, maximum=1)
+    repeat_penalty: float | None = Field(
         default=None, gt=0, le=100, description="Of prompt and answer; default 1."
     )
-    repeat_last_n: int | None = optional("Beside a penalty only -1, which stands for all tokens.")
-    presence_penalty: Number | None = optional("-2 … 2; default 0.")
-    frequency_penalty: Number | None = optional("-2 … 2; default 0.")
+    repeat_last_n: int | None = optional(
+        "Beside a penalty only -1, which stands for all tokens.", ge=-1
+    )
+    presence_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    frequency_penalty: Number | None = bounded("-2 … 2; default 0.", minimum=-2, maximum=2)
+    seed: int | None = bounded(
+        "-1: another one each time. The same seed gives the same text.", minimum=-1
+    )
     typical_p: only(1, 1.0) = None  # type: ignore[valid-type]
     mirostat: only(0) = None  # type: ignore[valid-type]
     mirostat_tau: Harmless = None
     mirostat_eta: Harmless = None
+
+    @property
+    def chosen_seed(self) -> int | None:
+        """The seed, if the request chose one."""
+        return None if self.seed in _RANDOM_SEEDS else self.seed
 
 
 def sampler_names(given: str | Sequence[str]) -> list[str]:

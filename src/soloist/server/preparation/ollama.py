@@ -30,7 +30,6 @@ _NO_END = (None, -1, -2)  # of `num_predict`: as many tokens as fit the context
 class Options(LlamaSampling):
     """`options`: how tokens are chosen, and how Ollama would place the model."""
 
-    seed: int | None = optional("The same seed gives the same text.")
     num_predict: int | None = optional(
         "Most tokens to generate; -1, the default: what fits.", ge=-2
     )
@@ -200,7 +199,7 @@ def _params(processor: Processor, asked: OllamaFields) -> tuple[SamplingParams, 
         repetition_penalty=options.repeat_penalty,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
-        seed=options.seed,
+        seed=options.chosen_seed,
         stop=options.stop,
     )
     return fields.params(max(1, processor.context_tokens) if wanted is None else wanted), wanted
