@@ -113,7 +113,7 @@ def test_operations_are_the_plans(plan: Plan) -> None:
         assert (seen["kSteps"], seen["kTiles"]) == (m.steps, op.group_tiles)
         assert seen["kBlocks"] == plan.blocks
         assert (seen["kDepth"], seen["kOffset"]) == (
-            op.depth_for(8),
+            plan.depth_of(op, 8),
             plan.image.matrix_offset(0, m.name),
         )
         assert seen["kUnitHalves"] * 8 == m.unit_rows

@@ -35,10 +35,15 @@ def turn(halves: int, depth: int) -> Iterator[tuple[int, bool]]:
             yield first, True
 
 
-def taken(op: Operation, units: int, queries: int) -> Iterator[tuple[int, int, int]]:
+def depths(op: Operation) -> list[int]:
+    """Steps of a turn in builds for one query, and for several."""
+    return [op.depth, *(op.depth_for(8, fewer) for fewer in (2, 4))]
+
+
+def taken(op: Operation, units: int, depth: int) -> Iterator[tuple[int, int, int]]:
     """(slot, tile in the slot, half tiles that are there) in the order of the consumers."""
     halves, most, slot = units * op.matrix.unit_half_tiles, 2 * op.group_tiles, -1
-    steps, depth, slot_tiles = op.matrix.steps, op.depth_for(queries), op.slot_tiles
+    steps, slot_tiles = op.matrix.steps, op.slot_tiles
     for start in range(0, halves, most):
         group = min(most, halves - start)
         for first in range(0, steps, depth):
@@ -55,9 +60,9 @@ def taken(op: Operation, units: int, queries: int) -> Iterator[tuple[int, int, i
 def require_same_slots(op: Operation) -> None:
     """Every tile lies where the stream of all half tiles, one after the other, has it."""
     fewest, slot_half_tiles = op.matrix.units // op.matrix.blocks, 2 * op.slot_tiles
-    for units, queries in product({fewest, op.matrix.max_units} - {0}, (1, 8)):
+    for units, depth in product({fewest, op.matrix.max_units} - {0}, depths(op)):
         at = 0
-        for slot, tile, half_tiles in taken(op, units, queries):
+        for slot, tile, half_tiles in taken(op, units, depth):
             assert divmod(at, slot_half_tiles) == (slot, 2 * tile), op
             at += half_tiles
         assert at == units * op.matrix.unit_half_tiles * op.matrix.steps
@@ -65,7 +70,7 @@ def require_same_slots(op: Operation) -> None:
 
 def require_depth(op: Operation) -> None:
     assert 1 <= op.slot_tiles <= op.matrix.format.tiles
-    for depth in (op.depth, op.depth_for(8)):
+    for depth in depths(op):
         if depth < op.matrix.steps:
             assert depth % 2 == 0 or not op.matrix.shares_slots
             whole = depth % CONVERTED_STEPS == 0 or CONVERTED_STEPS % depth == 0
@@ -205,12 +210,15 @@ def test_models_of_the_readme_have_a_slot_more_with_one_query() -> None:
             assert slots == {12}, (name, kind)
 
 
-def test_several_queries_have_shorter_turns() -> None:
+@pytest.mark.parametrize(("name", "fewer"), [("qwen3-1.7b", 4), ("llama-3.1-8b", 2)])
+def test_several_queries_have_shorter_turns(name: str, fewer: int) -> None:
     """Their activations wait in registers; with one query there are few of them."""
     for kind in ("int4", "fp8"):
-        ops = {op.matrix.name: op for op in planned("qwen3-1.7b", kind, "sm_90a").operations}
-        assert (ops["down"].depth_for(1), ops["down"].depth_for(8)) == (8, 4)
-        assert ops["head"].depth_for(8) == ops["head"].depth
+        plan = planned(name, kind, "sm_90a")
+        ops = {op.matrix.name: op for op in plan.operations}
+        assert plan.depth_of(ops["down"], 1) == 2 * fewer
+        assert plan.depth_of(ops["down"], 8) == fewer
+        assert plan.depth_of(ops["head"], 8) == ops["head"].depth
 
 
 def test_16_bits_keep_their_slots() -> None:

@@ -271,7 +271,7 @@ def _model(name: str, plan: Plan, build: Build) -> Iterator[str]:
     yield from _indented(_constants(_of_model(plan, build), "static "))
     yield from _indented(plan.kv_layout.members("static "))
     head_at = plan.image.head_offset, plan.image.head_table_offset
-    yield f"  {_operation(plan.head, *head_at, build.queries)}"
+    yield f"  {_operation(plan.head, *head_at, plan.depth_of(plan.head, build.queries))}"
     yield "  // Rows of the residual: attention_output and down of every layer have the same."
     yield f"  {_residual(plan.image)}"
     # By layer. References, since functions around the loads would make longer code of them.
@@ -369,7 +369,7 @@ def _layer(
     for name, op in kind.operations.items():
         table = kind.table_offset(name) if op.matrix.format.is_permuted else 0
         offset = kind.matrix_offset(name) if name in kind.in_blocks else 0
-        yield f"  {_operation(op, offset, table, queries)}"
+        yield f"  {_operation(op, offset, table, plan.depth_of(op, queries))}"
     if kind.experts:
         experts = _place_of_layer(segment, first, image.experts_offset)
         yield "  // Where all experts of a layer begin, and which block has what of them."
@@ -641,7 +641,7 @@ def _lanes(plan: Plan) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
+def _operation(op: Operation, offset: int, table: int, depth: int) -> str:
     """A struct of a multiply.
 
     Args:
@@ -649,7 +649,7 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
         offset: bytes from the start of a block's layer, or its weights, to the matrix.
         table: values of 32 bits from the start of a layer's vectors, or of all, to the table of a
             permuted matrix.
-        queries: that the build is for.
+        depth: steps of a turn of its loop.
     """
     matrix = op.matrix
     values: dict[str, Value] = {
@@ -661,7 +661,7 @@ def _operation(op: Operation, offset: int, table: int, queries: int) -> str:
         "kTiles": op.group_tiles,
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_half_tiles,
-        "kDepth": op.depth_for(queries),
+        "kDepth": depth,
         "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kSlotTiles": op.slot_tiles,
         "kOffset": offset,

@@ -61,13 +61,13 @@ class Operation:
         enough = self.gpu.architecture.tuning.unrolled_tile_steps // 2
         return next((d for d in fit if d * self.group_tiles >= enough), fit[-1])
 
-    def depth_for(self, queries: int) -> int:
+    def depth_for(self, queries: int, fewer: int) -> int:
         """The same in a build for so many queries.
 
-        Activations of several queries for quantised weights wait in registers. Fewer steps leave
-        room, as long as a turn has whole slots.
+        Activations of several queries for quantised weights wait in registers. With no more than
+        `fewer` steps there is room for them, as long as a turn has whole slots.
         """
-        depth, fewer = self.depth, self.gpu.architecture.tuning.several_quantized_depth
+        depth = self.depth
         if queries == 1 or self.matrix.format.is_plain or depth <= fewer:
             return depth
         fits = self._can_unroll(fewer) and self._slot_tiles(fewer) % self.slot_tiles == 0

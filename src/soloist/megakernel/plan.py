@@ -249,6 +249,13 @@ class Plan:
         slots = self.gpu.architecture.tuning.few_quantized_batch_slots
         return slots if self._streams_little and self.shared.ring_slots >= 2 * slots else 1
 
+    def depth_of(self, op: Operation, queries: int) -> int:
+        """Steps of a turn of a multiply's loop, in a build for so many queries."""
+        tuning = self.gpu.architecture.tuning
+        few = self._streams_little
+        fewer = tuning.few_several_quantized_depth if few else tuning.several_quantized_depth
+        return op.depth_for(queries, fewer)
+
     @property
     def early_slots(self) -> int:
         """Slots whose weights wait in registers, where the ring has twice as many."""

@@ -33,7 +33,11 @@ class Tuning:
         unrolled_tile_steps: tiles · steps of a multiply that are unrolled together: enough to have
             activations in flight, few enough for the instruction cache.
         max_depth: steps of activations in flight, at most.
-        several_quantized_depth: the same of quantised weights in builds for several queries.
+        several_quantized_depth: the same of quantised weights in builds for several queries. Large
+            layers have many tiles, and with more steps the code of a layer no longer fits the 128
+            KB of an SM's instruction cache.
+        few_several_quantized_depth: the same of blocks that stream at most `few_layer_bytes` of a
+            layer.
         head_group_tiles: tiles of the head whose sums a warp keeps at once, at most.
         multiply_registers: of a consumer thread, for all but a multiply's sums.
         tile_registers: for the sums of one tile.
@@ -72,7 +76,8 @@ class Tuning:
     fetch_layer_bytes: int = 256 * 1024
     unrolled_tile_steps: int = 16
     max_depth: int = 8
-    several_quantized_depth: int = 4
+    several_quantized_depth: int = 2
+    few_several_quantized_depth: int = 4
     head_group_tiles: int = 8
     multiply_registers: int = 120
     tile_registers: int = 4
