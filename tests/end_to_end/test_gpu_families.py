@@ -93,14 +93,14 @@ def test_logits_are_the_references(name: str, arch: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-one-kv-head-128", "glm-twelve-heads-64", "qwen3-sixteen-heads-128",
-        "mistral-window-sixteen-heads-32",
+        "llama-one-kv-head-128", "glm-twelve-heads-64", "qwen3-eight-heads-128",
+        "qwen3-sixteen-heads-128", "mistral-window-sixteen-heads-32",
     ],
 )  # fmt: skip
 def test_queries_that_share_a_split_cache(
     name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to eight positions side by side, of which four attend together where they are wide."""
+    """Up to eight positions side by side, of which four attend together if their rows are many."""
     monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: PAGE_POSITIONS))
     # From two pages on all blocks of a KV head share a cache.
     fewer = property(
@@ -143,7 +143,8 @@ def decoder_of_sequences(name: str, arch: str, folder: Path) -> Decoder:
     "name",
     [
         "llama-tied-64", "llama-untied-biases-32", "llama-one-kv-head-128", "mistral-window-96",
-        "qwen3-norms-128", "qwen3-wide-32", "glm-twelve-heads-64", "qwen3-sixteen-heads-128",
+        "qwen3-norms-128", "qwen3-wide-32", "glm-twelve-heads-64", "qwen3-eight-heads-128",
+        "qwen3-sixteen-heads-128",
     ],
 )  # fmt: skip
 def test_sequences_of_any_length_do_not_touch_each_other(

@@ -129,6 +129,13 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
             GLM4_9B_CHAT, **{**TINY, "hidden_size": 96, "num_attention_heads": 24}, head_dim=64,
         ), 12,
     ),
+    "qwen3-eight-heads-128": (
+        changed(
+            QWEN3_17B,
+            **{**TINY, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 1},
+            head_dim=128,
+        ), 8,
+    ),
     "qwen3-sixteen-heads-128": (
         changed(
             QWEN3_17B,

@@ -46,12 +46,14 @@ class AttentionPlan:
         """Queries that attend to a cache together, at most; a power of 2.
 
         Eight wide ones would have a tile for each warp, and so only one running softmax: a single
-        query, whose bits are the same, would leave seven warps idle. Of four at a time there are as
-        many tiles as of eight queries with 8 rows each. More than four read a cache twice, but only
-        one so long that all blocks of a KV head share it: shorter ones are dealt to blocks in
-        smaller groups anyway.
+        query, whose bits are the same, would leave seven warps idle. Eight with 8 rows each would
+        have two, where a warp takes one tile, and its four warps would multiply the same keys. Of
+        four at a time there are half as many tiles, and twice as many softmaxes. More than four
+        read a cache twice, but only one so long that all blocks of a KV head share it: shorter ones
+        are dealt to blocks in smaller groups anyway.
         """
-        return MAX_QUERIES // 2 if self.has_wide_queries else MAX_QUERIES
+        fills_halves = self.query_rows == HALF_TILE_ROWS and self._most_warp_tiles == 1
+        return MAX_QUERIES // 2 if self.has_wide_queries or fills_halves else MAX_QUERIES
 
     @property
     def row_tiles(self) -> int:
@@ -67,8 +69,12 @@ class AttentionPlan:
     @property
     def warp_tiles(self) -> int:
         """Tiles of rows that one warp takes: as many as its registers hold."""
+        return min(self.row_tiles, self._most_warp_tiles)
+
+    @property
+    def _most_warp_tiles(self) -> int:
         paired = self.gpu.architecture.tuning.paired_warp_tiles
-        return min(self.row_tiles, paired if self.shape.head_dim <= 64 else 1)
+        return paired if self.shape.head_dim <= 64 else 1
 
     @property
     def softmax_lanes(self) -> int:

@@ -93,7 +93,7 @@ class Tuning:
     chunk_pages: int = 2
     max_splits: int = 64
     paired_warp_tiles: int = 2
-    routes_early: bool = False
+    routes_early: bool = True
 
 
 HOPPER = Tuning()

@@ -39,7 +39,7 @@ NAMES: tuple[KvName | None, ...] = (None, *KV_FORMATS)
 SHAPES = {
     "etude": (16, 4, 64), "llama-8b": (32, 8, 128), "qwen3-1.7b": (16, 8, 128),
     "wide group": (16, 2, 64), "narrow": (8, 2, 32), "96": (16, 4, 96), "one": (4, 4, 64),
-    "sixteen": (32, 2, 128), "twelve": (24, 2, 64),
+    "sixteen": (32, 2, 128), "twelve": (24, 2, 64), "eight of 128": (16, 2, 128),
 }  # fmt: skip
 REAL = {
     "tile": ("kv_codes", "kv_page"), "ops/attention": ("append", "softmax"), "ptx": ("types",),
@@ -189,7 +189,8 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
     run_warp(warp, [&](u32 lane) {
       Params none;
       const Context<M> cx{none, {nullptr, nullptr}, warp, lane};
-      const u32 own = (M::kWideQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
+      const u32 from = M::kQueriesTogether < kMaxQueries ? begin : 0;
+      const u32 own = from + row_set(cx) * M::kWarpTiles * 16;
       u32 tiles = 0;
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
@@ -221,9 +222,9 @@ void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, con
           softmax.template add<1, 1>(q_rows, 1, first & 8, keys, values, scales, start, of_row,
                                      window, partly, lane);
         else
-          softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, tiles, false, keys, values,
-                                                             scales, start, of_row, window, partly,
-                                                             lane);
+          softmax.template add<M::kWarpTiles, kRowHalves<M>>(
+              q_rows, tiles, kBeginsInHalf<M> && first & 8, keys, values, scales, start, of_row,
+              window, partly, lane);
       }
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         for (u32 i = 0; i < kRowHalves<M>; ++i) {
@@ -267,7 +268,7 @@ class Built:
 
 KEPT = (
     "kQueryHeads", "kKvHeads", "kGroup", "kHeadDim", "kScoreScale", "kRowTiles", "kWarpTiles",
-    "kSoftmaxLanes", "kWideQueries", "kQueryRows",
+    "kSoftmaxLanes", "kWideQueries", "kQueryRows", "kQueriesTogether",
 )  # fmt: skip
 
 

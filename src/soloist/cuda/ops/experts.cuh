@@ -106,8 +106,17 @@ __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
     if (kMostQueries > 1) cx.sync();
     else __syncwarp();
     if (cx.warp < cx.queries) slots.template number<L>(choice, cx.warp, cx.queries, cx.lane);
-    cx.sync();
+    // The first warp tells the producer. Of one query it numbered all slots itself; other warps meet it below.
+    if (kMostQueries > 1) cx.sync();
+    else __syncwarp();
     if (cx.thread == 0) mbarrier_arrive(cx.chosen);  // pairs with the producer's wait
+  };
+  // Once the residual's norm is known. Only `down` asks for shares: they may come while others multiply by gate_up.
+  const auto meet = [&] {
+    if constexpr (L::kGatesShared)
+      if (cx.warp < cx.queries) note_gate<L>(cx, cx.scale);
+    if (cx.thread == 0) cx.set_waits(0);
+    cx.sync();
   };
   if constexpr (Choice::kByLogits) {
     float logit[Choice::kEach] = {};
@@ -116,6 +125,7 @@ __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
     Choice choice(logit, cx.lane);
     note(choice);
     settle();
+    meet();
     if (cx.warp < cx.queries) {
 #pragma unroll
       for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
@@ -131,11 +141,8 @@ __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
 #pragma unroll
     for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
     note(Choice(logit, correction, cx.lane));
+    meet();
   }
-  if constexpr (L::kGatesShared)
-    if (cx.warp < cx.queries) note_gate<L>(cx, cx.scale);
-  if (cx.thread == 0) cx.set_waits(0);
-  cx.sync();
   if constexpr (L::kHasSharedMlp) gate_up_of_shared<L>(cx, layer);
   cx.mark();
 }
@@ -224,7 +231,10 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
     if (tile + 1 == end) cx.mark();
     publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile % GateUp::kUnits * 8);
   }
-  if (first == end) cx.mark();
+  if (first == end) {
+    cx.mark();
+    if constexpr (L::kRoutesEarly) cx.sync();  // `down` finds the shares; who has a tile met the others for it
+  }
   cx.mark();
 }
 

@@ -71,9 +71,9 @@ struct ExpertChoice {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) sum += chosen >> i & 1 ? share[i] : 0.0f;
-    const float of_all = L::kNormalises ? sum_of_lanes(sum) + L::kLeastSum : 1.0f;
+    const float factor = L::kNormalises ? L::kRouterScale / (sum_of_lanes(sum) + L::kLeastSum) : L::kRouterScale;
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) share[i] = share[i] / of_all * L::kRouterScale;
+    for (u32 i = 0; i < kEach; ++i) share[i] *= factor;
   }
   __device__ __forceinline__ void score(const float (&logit)[kEach], u32 lane) {
     constexpr float kLog2E = 1.4426950408889634f;
@@ -94,8 +94,8 @@ struct ExpertChoice {
       share[i] = 32 * i + lane < L::kExperts ? exp2_fast(kLog2E * (logit[i] - top)) : 0.0f;
       sum += share[i];
     }
-    sum = sum_of_lanes(sum);
+    const float part = 1.0f / sum_of_lanes(sum);
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) share[i] = share[i] / sum;
+    for (u32 i = 0; i < kEach; ++i) share[i] *= part;
   }
 };

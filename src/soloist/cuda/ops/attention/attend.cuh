@@ -34,8 +34,8 @@ struct GroupRows {
 
   __device__ __forceinline__ GroupRows(const Context<M>& cx, const QueryGroup& g) {
     const u32 begin = g.begin * M::kQueryRows, end = g.end * M::kQueryRows;
-    // There are as many row sets as a group of wide queries needs, not all eight queries: they count from its first one.
-    const u32 own = (M::kWideQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
+    // There may be as many row sets as a group needs, not all eight queries: they count from its first one.
+    const u32 own = (M::kQueriesTogether < kMaxQueries ? begin : 0) + row_set(cx) * M::kWarpTiles * 16;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
       if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
@@ -135,8 +135,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
         softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
                                     cx.lane);
       else
-        softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, false, keys, values, scales, start,
-                                                           rows.last, window, partly, cx.lane);
+        softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, kBeginsInHalf<M> && rows.first & 8, keys, values,
+                                                           scales, start, rows.last, window, partly, cx.lane);
     }
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.

@@ -23,6 +23,10 @@ inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
 template <class M>
 inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1 && !M::kWideQueries;
 
+// A group's rows may begin in the upper half of a tile: four queries together with half a tile each.
+template <class M>
+inline constexpr bool kBeginsInHalf = M::kQueriesTogether < kMaxQueries && !M::kWideQueries;
+
 // A warp's part in attention.
 template <class M>
 __device__ __forceinline__ u32 softmax_lane(const Context<M>& cx) {
@@ -37,6 +41,9 @@ __device__ __forceinline__ u32 value_set(const Context<M>& cx) { return kValueSe
 __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
   return make_uint4(upper ? tile.y : tile.x, 0, upper ? tile.w : tile.z, 0);
 }
+
+// A tile of the upper half of one and the lower half of the next.
+__device__ __forceinline__ uint4 middle_rows(const uint4& tile, const uint4& next) { return make_uint4(tile.y, next.x, tile.w, next.z); }
 
 // One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
 // once.
@@ -148,6 +155,7 @@ struct Softmax {
   // lane's part of the first tile, in shared memory; bits of `tiles`: which of them matter; `values`: from the warp's
   // first dimension on; `last`: the position of each row; `partly`: some row does not see some position.
   // Of 8 rows, kTiles = kHalves = 1, `upper` says which half of a tile they are; they come to the same bits in the lower.
+  // Of more it says whether they begin there.
   template <u32 kTiles, u32 kHalves>
   __device__ __forceinline__ void add(u32 q_rows, u32 tiles, bool upper, u32 keys, u32 values, const Scales<M>& scales, i32 start,
                                       const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 lane) {
@@ -168,6 +176,10 @@ struct Softmax {
         const u32 at = q_rows + (m * (M::kHeadDim / 32) + k) * 1024;
         uint4 low = load_shared(at), high = load_shared(at + 512);
         if (kHalves < kRowHalves<M>) low = lower_rows(low, upper), high = lower_rows(high, upper);
+        else if (kBeginsInHalf<M> && upper) {
+          constexpr u32 kTile = M::kHeadDim / 32 * 1024;  // behind the last one is what nobody asks for
+          low = middle_rows(low, load_shared(at + kTile)), high = middle_rows(high, load_shared(at + kTile + 512));
+        }
         StepScores<M> step(score[m]);
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) mma(step.sums[t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
