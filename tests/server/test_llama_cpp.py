@@ -267,6 +267,9 @@ def test_what_the_server_is(http) -> None:
     slots = http.get("/slots", params={"fail_on_no_slot": 1}).json()
     assert len(slots) == told["total_slots"] == 4
     assert not any(slot["is_processing"] for slot in slots)
+    assert http.get("/health").json()["status"] == "ready"
+    health = http.get("/health", params={"include_slots": "", "fail_on_no_slot": ""}).json()
+    assert health == {"status": "ok", "slots_idle": 4, "slots_processing": 0, "slots": slots}
 
 
 def test_tokens_as_llama_cpp_gives_them(http) -> None:

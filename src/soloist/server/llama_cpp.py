@@ -61,16 +61,41 @@ async def slots(request: Request) -> Response:
     """Places for requests that run at once; 503 where none is free and the query asks for that."""
     host: Host = request.app.state.host
     ready = host.ready()
-    load, context = ready.loop.load, ready.engine.resolved.context_tokens
+    load = ready.loop.load
     if request.query_params.get("fail_on_no_slot") and load.num_running >= load.max_running:
         told = f"all {load.max_running} slots are in use; try again later"
         raise Problem(503, told, code="no_slot", headers={"Retry-After": "1"})
-    places = [
+    # A list, which is all that llama.cpp's clients read.
+    return Response(orjson.dumps(_places(ready)), media_type="application/json")
+
+
+def asks_for_slots(request: Request) -> bool:
+    """Whether a request for `/health` has a field that llama.cpp's server alone knows."""
+    return not {"include_slots", "fail_on_no_slot"}.isdisjoint(request.query_params)
+
+
+def health(request: Request, ready: Ready) -> Response:
+    """`/health` in llama.cpp's words, of a server that answers requests."""
+    load, asked = ready.loop.load, request.query_params
+    is_free = load.num_running < load.max_running
+    body: dict[str, object] = {
+        "status": "ok" if is_free else "no slot available",
+        "slots_idle": load.max_running - load.num_running,
+        "slots_processing": load.num_running,
+    }
+    if "include_slots" in asked:
+        body["slots"] = _places(ready)
+    if not is_free and "fail_on_no_slot" in asked:
+        return json_reply(body, 503, {"Retry-After": "1"})
+    return json_reply(body)
+
+
+def _places(ready: Ready) -> list[dict[str, object]]:
+    load, context = ready.loop.load, ready.engine.resolved.context_tokens
+    return [
         {"id": n, "n_ctx": context, "is_processing": n < load.num_running}
         for n in range(load.max_running)
     ]
-    # A list, which is all that llama.cpp's clients read.
-    return Response(orjson.dumps(places), media_type="application/json")
 
 
 async def _answer(request: Request, job: Job[Any]) -> Response:

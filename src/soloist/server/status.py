@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from soloist.engine.loop import EngineLoop
+from soloist.server import llama_cpp
 from soloist.server.host import Host, Ready
 from soloist.server.preparation.jobs import served_name
 from soloist.server.problems import Problem
@@ -30,6 +31,8 @@ async def health(request: Request) -> Response:
         return json_reply({"status": "stopped", "reason": problem.message}, 503)
     if (stuck := _stuck(ready.loop, READY_S)) is not None:
         return stuck
+    if llama_cpp.asks_for_slots(request):
+        return llama_cpp.health(request, ready)
     load, report = ready.loop.load, ready.engine.report
     return json_reply(
         {
