@@ -6,6 +6,7 @@ import pytest
 
 from end_to_end.test_gpu_loop import PARAMS, PROMPTS, engine, events_of
 from soloist.engine import Chunk, Completion
+from soloist.engine.kernel import KernelModel
 from soloist.engine.loop import EngineLoop
 from soloist.sampling import SamplingParams
 
@@ -21,10 +22,20 @@ def answer(loop: EngineLoop, ids: list[int], params: SamplingParams, **more: obj
     return (end.token_ids, end.text, end.finish_reason, scores), end.timings
 
 
+@pytest.mark.parametrize("drafts_in_kernel", [False, True])
 @pytest.mark.parametrize("top_logprobs", [None, 3])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_predictions_change_no_bit(share: float, top_logprobs: int | None) -> None:
-    rng = random.Random(0)
+def test_predictions_change_no_bit(
+    share: float,
+    top_logprobs: int | None,
+    drafts_in_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever drafts; étude is of the models for which the kernel does."""
+    model, rng = engine().model, random.Random(0)
+    assert isinstance(model, KernelModel)
+    assert model.drafts_in_kernel
+    monkeypatch.setattr(model, "drafts_in_kernel", drafts_in_kernel)
     loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
     for i, text in enumerate(PROMPTS):
         ids, params = engine().tokenizer.encode(text), PARAMS[i % 4]

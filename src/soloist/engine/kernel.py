@@ -27,6 +27,7 @@ from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.page_copies import PageCopies
 from soloist.kv.pool import PagePool
 from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.drafting import MOST_TEXT_TOKENS, drafts
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
@@ -326,6 +327,7 @@ class KernelModel(KernelExecutor):
             decoder, prefill, capacity.num_pages, plan.model.vocab_size, capacity.chunk_tokens,
             keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
+        self.drafts_in_kernel = drafts(plan) and capacity.context_tokens < MOST_TEXT_TOKENS
         costs = _costs_of_tails(plan, attends_pages=bool(capacity.page_attention))
         self.tails = TailRule(capacity.tail_path, costs, prefill.widths)
 
@@ -367,10 +369,13 @@ class KernelModel(KernelExecutor):
     def prepare(self) -> None:
         """Build and record now what first requests would wait for.
 
-        That is the kernel that samples and graphs of short prompts. Raises DeviceError.
+        That is kernels that sample and that draft, and graphs of short prompts. Raises DeviceError.
         """
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
+            if self.drafts_in_kernel and self.drafting is not None:
+                assert isinstance(self.decoder, Decoder), "of one rank"
+                self.decoder.prepare_drafting()
             if self._stays_in_place:
                 first = self.chunks.width(0)
                 short = [n for n in CAPTURED_TOKENS if n < first]

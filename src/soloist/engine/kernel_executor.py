@@ -60,11 +60,9 @@ _ASSURED_ROUNDS = 64
 # others then have.
 _ROUNDS_TOKENS = 64
 
-# Predictions alone are drafted, as long as the host drafts. A round that checks some takes a launch
-# of its own and has more queries; what both cost is taken to be this, in thousandths of a round.
+# Predictions alone are drafted. A round that checks some has more queries, and a launch of its own
+# where the host drafts; what both cost is taken to be this, in thousandths of a round.
 PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False)
-# Rounds of a launch, at least, before a prediction that the answer has left is looked at again.
-_UNDRAFTED_ROUNDS = 8
 
 # Instead of a token, where no score was a number.
 _NO_SCORE = NO_TOKEN["NAN"][0]
@@ -80,8 +78,10 @@ class KernelExecutor(Executor):
     them all, and reads again what it had come to: the prompt as before, its answer in rounds of
     eight queries, which give the bits of one.
 
-    A request that decodes alone and has a prediction is checked against it: a launch of one round,
-    with a query for each drafted token. The host drafts, so only predictions are worth a launch.
+    A request that decodes alone and has a prediction is checked against it, in rounds with a query
+    for each drafted token. The kernel drafts, many rounds a launch; what it cannot do alone the
+    host drafts for a launch of one round. Where drafts do not pay (`Drafter.is_resting`) launches
+    are those of other requests, and the host watches whether drafts would be right again.
 
     Args:
         decoder: launches rounds; its page tables have a row for each request.
@@ -96,8 +96,8 @@ class KernelExecutor(Executor):
         host: offloads cached pages that are needed for something else; None where nobody does.
 
     Attributes:
-        drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says.
-            It is right and not measured yet, so it is off, and only tests switch it on.
+        drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says,
+            where the kernel can do alone what it asks for.
         tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 
@@ -381,18 +381,14 @@ class KernelExecutor(Executor):
         its last round only.
         """
         self._is_asked_to_stop = False
-        if self.drafts_in_kernel and _may_draft_in_kernel(requests):
-            yield from self._drafted_rounds(requests[0], most)
-            return
-        if len(requests) == 1 and (drafter := requests[0].drafter) is not None:
-            had_drafts = yield from self._verified_rounds(requests[0], most)
+        drafter = requests[0].drafter if len(requests) == 1 else None
+        if drafter is not None and not drafter.is_resting:
+            in_kernel = self.drafts_in_kernel and _may_draft_in_kernel(requests[0])
+            drafted_rounds = self._drafted_rounds if in_kernel else self._verified_rounds
+            had_drafts = yield from drafted_rounds(requests[0], most)
             if had_drafts:
                 return
-            if drafter.may_draft:
-                # The host looks for the place in a prediction between launches.
-                most = min(
-                    most, max(_UNDRAFTED_ROUNDS, drafter.num_since(requests[0].sampler.output_ids))
-                )
+            drafter.rest()
         shows_logits = any(r.top_logprobs is not None for r in requests)
         count = 1 if shows_logits else min(most, self.decoder.max_rounds)
         count = self._take_pages(requests, min(count, *(r.num_wanted for r in requests)))
@@ -419,6 +415,8 @@ class KernelExecutor(Executor):
                     else self._outcome(query, r, chosen[query], settled)
                     for query, r in enumerate(requests)
                 ]
+                if drafter is not None and drafter.watch(requests[0].sampler.output_ids):
+                    self.decoder.stop()
         finally:
             self.decoder.abandon()
             for _ in tokens:
@@ -426,10 +424,11 @@ class KernelExecutor(Executor):
             for one in requests:
                 self.allocator.came_to(self.allocation_of(one), one.position)
 
-    def _drafted_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, None]:
-        """A launch whose rounds check what the kernel drafts.
+    def _drafted_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
+        """A launch whose rounds check what the kernel drafts; whether there was one.
 
-        The host follows with the same drafter, so it knows each round's draft, and tells it.
+        The host follows with the same drafter, so it knows each round's draft, and tells it. Where
+        none has come for some rounds it ends the launch: rounds of one query are quicker.
         """
         drafter, decoder = request.drafter, self.decoder
         assert drafter is not None, "it drafts"
@@ -443,34 +442,37 @@ class KernelExecutor(Executor):
         )
         request.num_behind = 0
         most_drafts = self.drafting.costs.most
+        draft = request.draft(min(most_drafts, left - 1))
+        if draft is None:
+            return False
         try:
-            draft = request.draft(min(most_drafts, left - 1))
             query = _query(request, self._decode_path.row_of(allocation))
             launch = DraftingLaunch(
                 drafter.state, draft, request.prompt_ids, list(request.sampler.output_ids), left
             )
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
             yield [own_failure(_CHOOSING, error)]
-            return
+            return True
         decoder.start_drafting(query, launch)
         rounds = decoder.drafted_rounds()
-        is_first = True
         try:
             for made in rounds:
-                if not is_first:
-                    draft = request.draft(min(most_drafts, left - 1))
-                is_first = False
                 assert made.num_drafted == (0 if draft is None else len(draft.ids)), "drafts differ"
                 left -= len(made.tokens)
                 outcome = self._drafted(request, draft, made.tokens)
                 yield [outcome]
                 if not isinstance(outcome, Picked | Verified):
-                    return
+                    break
+                draft = request.draft(min(most_drafts, left - 1))
+                if drafter.is_idle and not drafter.is_resting:
+                    drafter.rest()
+                    decoder.stop()
         finally:
             decoder.abandon()
             for _ in rounds:
                 pass
             self.allocator.came_to(allocation, request.position)
+        return True
 
     def _drafted(self, request: Request, draft: Draft | None, tokens: Sequence[int]) -> Outcome:
         """What a round's tokens mean."""
@@ -715,13 +717,10 @@ class _DraftingLauncher(Protocol):
         """See Decoder."""
 
 
-def _may_draft_in_kernel(requests: Sequence[Request]) -> bool:
+def _may_draft_in_kernel(request: Request) -> bool:
     """Whether the kernel can do alone what a column of the only request needs."""
-    request = requests[0]
     return (
-        len(requests) == 1
-        and request.drafter is not None
-        and request.top_logprobs is None
+        request.top_logprobs is None
         and not request.sampler.is_constrained
         and not request.sampler.params.has_penalties
         and len(request.sampler.stop_test.ending_ids) <= MAX_STOPS

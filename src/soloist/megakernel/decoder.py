@@ -32,9 +32,10 @@ from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.megakernel.workspace import fresh_workspace
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.sampling.constraint import Words
-from soloist.speculation.tokens import Ids
 
 _STRIDE_AT = LAUNCH.offsets["logits_round_stride"] // 4
+# Words of 32 bits, between which a part of what is copied may begin: 16 bytes.
+_ALIGNED_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,9 @@ class Decoder:
         emitted = self._emitted.numpy().view(np.uint32)
         self._shown = emitted[: max_rounds * MAX_QUERIES].reshape(max_rounds, MAX_QUERIES)
         self._shown_drafted = emitted.reshape(max_rounds, EMITTED_WORDS)
-        self._texts: list[Tensor] = []  # of the last launch that drafts
+        # Of the last launch that drafts.
+        self._texts = torch.empty(0, dtype=torch.int32, device=device)
+        self._texts_on_host = pinned(0)
         self._signal_values = self._signals.numpy()
         self._stream = torch.cuda.Stream(device)
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
@@ -131,7 +134,7 @@ class Decoder:
             build: for any number of queries; the one for a single query is loaded beside it.
         """
         self._build_as = build
-        for loaded in ("_sampler", "_drafting", "_drafting_sampled"):
+        for loaded in ("_sampler", "_drafting"):
             self.__dict__.pop(loaded, None)
         self._kernel = DecodeKernel.load(self.plan, build, self._device, self._cache)
 
@@ -142,17 +145,16 @@ class Decoder:
         return KernelSampler(self.plan, kernel, self._device)
 
     @cached_property
-    def _drafting(self) -> Module:
+    def _drafting(self) -> tuple[Module, ...]:
         return load_drafting(self.plan, self._build_as, self._device, self._cache)
-
-    @cached_property
-    def _drafting_sampled(self) -> Module:
-        build = replace(self._build_as, samples=True)
-        return load_drafting(self.plan, build, self._device, self._cache)
 
     def prepare_sampling(self) -> None:
         """Build and allocate now what the first launch with a `Choice` would wait for."""
         _ = self._sampler
+
+    def prepare_drafting(self) -> None:
+        """Build now what the first launches that draft would wait for."""
+        _ = self._drafting
 
     def _measure_embedding(self) -> float:
         table = self._embedding
@@ -286,31 +288,36 @@ class Decoder:
         if drafting is None:
             module = kernel.module_for(given.num_queries)
         else:
-            module = self._drafting if given.choices is None else self._drafting_sampled
+            module = self._drafting[given.choices is not None]
         parameters = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
         self._prepared = _Prepared(module, parameters, given.num_queries, given.most_rounds)
 
     def _upload_texts(self, launch: DraftingLaunch) -> NDArray[np.void]:
-        """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`."""
-
-        def words(values: Sequence[int] | Ids | None, room: int = 1) -> Tensor:
-            ids = np.zeros((0 if values is None else len(values)) + room, np.int32)
-            if values is not None:
-                ids[: len(values)] = values
-            return torch.from_numpy(ids).to(self._device)
-
-        start = np.frombuffer(launch.start.tobytes(), np.int32)
-        history = [*launch.prompt_ids, *launch.output_ids]
-        self._texts = [
-            words(start),
-            words(history, launch.most_tokens + MAX_QUERIES),
-            words(launch.state.prediction),
-            words(launch.state.archive),
-            torch.zeros(self.plan.grid_blocks, 4, dtype=torch.int32, device=self._device),
-        ]
-        names = ("start", "history", "prediction", "archive", "records")
-        places = {n: t.data_ptr() for n, t in zip(names, self._texts, strict=True)}
-        return DRAFT_BUFFERS.record(**places)
+        """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`: all come in one copy."""
+        state = launch.state
+        texts: dict[str, Sequence[int] | NDArray[np.int32]] = {
+            "records": np.zeros(4 * self.plan.grid_blocks, np.int32),
+            "start": np.frombuffer(launch.start.tobytes(), np.int32),
+            "prediction": () if state.prediction is None else state.prediction,
+            "archive": state.archive if state.looks_up else (),
+            "history": launch.history,  # the last one, since it grows
+        }
+        places, end = dict[str, int](), 0
+        for name, ids in texts.items():
+            places[name] = -(-end // _ALIGNED_WORDS) * _ALIGNED_WORDS
+            end = places[name] + len(ids)
+        needed = end + launch.most_tokens + MAX_QUERIES
+        if needed > len(self._texts):
+            count = max(2 * needed, self.max_rounds)
+            # No launch that drafts is running.
+            self._texts_on_host = torch.zeros(count, dtype=torch.int32, pin_memory=True)
+            self._texts = torch.empty(count, dtype=torch.int32, device=self._device)
+        words = self._texts_on_host.numpy()
+        for name, ids in texts.items():
+            words[places[name] : places[name] + len(ids)] = ids
+        self._texts[:end].copy_(self._texts_on_host[:end], non_blocking=True)
+        at = self._texts.data_ptr()
+        return DRAFT_BUFFERS.record(**{name: at + 4 * place for name, place in places.items()})
 
     def await_copies(self) -> None:
         """Return once what was prepared is in the GPU's memory, of a plan of several ranks."""
@@ -359,9 +366,18 @@ class Decoder:
             yield self._shown[number, : self._queries].tolist()
 
     def drafted_rounds(self) -> Iterator[DraftedRound]:
-        """The same of a launch that drafts; its rounds make several tokens, or one."""
+        """The same of a launch that drafts; its rounds make several tokens, or one.
+
+        Where the next round may make all tokens that are left, the host waits for the launch's end:
+        at most eight tokens come at once then.
+        """
+        left = self._most_rounds  # each makes a token
         for number in self._rounds():
-            yield DraftedRound.of_words(self._shown_drafted[number].tolist())
+            made = DraftedRound.of_words(self._shown_drafted[number].tolist())
+            left -= len(made.tokens)
+            if left <= MAX_QUERIES:
+                self._most_rounds = number + 2
+            yield made
 
     def _rounds(self) -> Iterator[int]:
         """The launch's rounds, as they come."""

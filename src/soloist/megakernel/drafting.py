@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from soloist.megakernel.abi import DRAFT_KINDS, DRAFT_START, DRAFTER, MOST_DRAFTS
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.plan import Plan
+from soloist.model.dtype import Dtype
 from soloist.speculation import depth, lookup, matching, prediction
 from soloist.speculation.drafter import FIRST_LOOKUP, Draft, DraftState
 
@@ -25,6 +27,12 @@ _COUNT_BITS = 8
 _PLACE_BITS, _NEARNESS_BITS = 25, 19
 # Tokens of a text that keys have room for.
 MOST_TEXT_TOKENS = 1 << _NEARNESS_BITS
+
+
+def drafts(plan: Plan) -> bool:
+    """Whether launches of such a model draft: it is of a kind for which a GPU has shown it."""
+    is_other = plan.has_experts or plan.shape.has_lanes or plan.formats or plan.kv is not None
+    return plan.ranks == 1 and plan.dtype is Dtype.BF16 and not is_other
 
 
 def drafting_constants() -> str:
@@ -82,6 +90,18 @@ class DraftingLaunch:
     most_tokens: int
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt in `history`."""
+        return len(self.prompt_ids) if self.state.looks_up else 0
+
+    @property
+    def history(self) -> Sequence[int]:
+        """The text so far, as far as drafts depend on it: a prediction needs the latest tokens."""
+        if self.state.looks_up:
+            return [*self.prompt_ids, *self.output_ids]
+        return self.output_ids[-len(prediction.WEIGHTS) :]
+
+    @property
     def start(self) -> NDArray[np.void]:
         """A `DRAFT_START`."""
         state, draft = self.state, self.draft
@@ -89,12 +109,12 @@ class DraftingLaunch:
         for record, values in zip(depths, state.depths, strict=True):
             record["acceptance"], record["pause"], record["left"], record["best"] = values
         prediction_tokens = 0 if state.prediction is None else len(state.prediction)
-        num_history = len(self.prompt_ids) + len(self.output_ids)
+        num_history = len(self.history)
         assert max(num_history, prediction_tokens, len(state.archive)) < MOST_TEXT_TOKENS, "keys"
         drafter = DRAFTER.record(
             depths=depths,
             num_history=num_history,
-            num_prompt=len(self.prompt_ids),
+            num_prompt=self.num_prompt,
             num_prediction=prediction_tokens,
             num_archive=len(state.archive) if state.looks_up else 0,
             at=state.at,

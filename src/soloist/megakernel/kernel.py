@@ -21,16 +21,40 @@ def decode_sources(plan: Plan, build: Build) -> tuple[Source, ...]:
     return tuple(Source("kernels/decode.cu", header(plan, b)) for b in builds)
 
 
-def load_drafting(plan: Plan, build: Build, device: torch.device, cache: Path | None) -> Module:
-    """The build that drafts, for up to eight queries; compiled, or taken from the cache."""
-    drafting = replace(build, drafts=True, queries=MAX_QUERIES)
-    source = Source("kernels/decode.cu", header(plan, drafting))
-    cubin = load_or_build(source, plan.gpu.arch, cache)
+def drafting_sources(plan: Plan, build: Build) -> tuple[Source, ...]:
+    """What is compiled for launches that draft: a source for greedy ones, and one that samples."""
+    builds = (
+        replace(build, drafts=True, queries=MAX_QUERIES, samples=samples)
+        for samples in (False, True)
+    )
+    return tuple(Source("kernels/decode.cu", header(plan, b)) for b in builds)
+
+
+def load_drafting(
+    plan: Plan, build: Build, device: torch.device, cache: Path | None
+) -> tuple[Module, ...]:
+    """The modules of `drafting_sources`; both compiled at the same time, or from the cache."""
+
+    def built(source: Source) -> Cubin:
+        return load_or_build(source, plan.gpu.arch, cache)
+
+    sources = drafting_sources(plan, build)
+    with ThreadPoolExecutor(len(sources), "soloist-compile") as pool:
+        cubins = list(pool.map(built, sources))
     with torch.cuda.device(device):
-        module = Module(cubin, "decode")
-    shared = plan.with_room_for(MAX_QUERIES, samples=build.samples).shared
-    module.make_ready(shared.num_bytes)
-    return module
+        modules = tuple(Module(cubin, "decode") for cubin in cubins)
+    for module in modules:
+        module.make_ready(_shared_bytes(plan))
+    return modules
+
+
+def _shared_bytes(plan: Plan) -> int:
+    """Dynamic shared memory of a block, enough for every build of the plan."""
+    return max(
+        plan.with_room_for(queries, samples=samples).shared.num_bytes
+        for queries in BUILT_FOR
+        for samples in (False, True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +84,7 @@ class DecodeKernel:
             cubins = list(pool.map(built, decode_sources(plan, build)))
         with torch.cuda.device(device):  # a module belongs to the context it is loaded in
             single, several = (Module(cubin, "decode") for cubin in cubins)
-        shared_bytes = max(
-            plan.with_room_for(queries, samples=samples).shared.num_bytes
-            for queries in BUILT_FOR
-            for samples in (False, True)
-        )
+        shared_bytes = _shared_bytes(plan)
         # Now, since it may wait for all that runs on the GPU: another rank's kernel, say.
         for module in (single, several):
             module.make_ready(shared_bytes)

@@ -72,6 +72,16 @@ class Depth:
         return 0 if self._num_left else min(1, self._costs.most)
 
     @property
+    def pays(self) -> bool:
+        """Whether drafts are right often enough for what they cost."""
+        return self._best > 0
+
+    @property
+    def num_left(self) -> int:
+        """Rounds that are left of a pause."""
+        return 0 if self._best else self._num_left
+
+    @property
     def state(self) -> tuple[int, int, int, int]:
         """Acceptance, the next pause, rounds left of this one, and the best number of drafts."""
         return self.acceptance, self._pause, self._num_left, self._best

@@ -1,6 +1,6 @@
 """One request's drafts: of a prediction where the answer follows one, else looked up."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,6 +19,12 @@ Source = Literal["prediction", "lookup"]
 # length of the match; with the share that is assumed at first.
 _FIRST_PREDICTION = ONE * 9 // 10
 FIRST_LOOKUP = ((16, ONE * 9 // 10), (8, ONE * 3 // 4), (4, ONE // 2), (0, ONE * 3 // 8))
+
+# Rounds without a draft that a launch waits through: each costs it a twentieth more than a round of
+# one query, and changing from one kind of launch to the other and back more than a round.
+WAIT_ROUNDS = 8
+# Right guesses in a row that end a rest: a wrong prediction has two seldom.
+RIGHT_GUESSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,13 @@ class Tally:
 class Drafter:
     """Drafts what may follow in one answer; one thread at a time.
 
+    Where changing from rounds that check drafts to rounds of one query, and back, costs something,
+    drafts rest while they do not pay: whoever makes rounds of one query then has each token
+    guessed along. A guess is judged by the token that comes, and costs no device anything.
+
+    Attributes:
+        is_resting: whether rounds shall have one query until guesses are right.
+
     Args:
         drafting: how.
         prompt_ids: the prompt.
@@ -134,16 +147,13 @@ class Drafter:
         self._looks_up, self._archive = drafting.looks_up, archive
         self._prompt_ids = prompt_ids
         self._history: Tokens | None = None
-        self._num_seen = self._drafted_at = 0
+        self._num_seen = self._num_waited = self._num_right = 0
+        self._guess: Draft | None = None
+        self.is_resting = False
         self._prediction = None if prediction_ids is None else Prediction(as_ids(prediction_ids))
         self._costs = costs = drafting.costs
         self._depths = [Depth(costs, _FIRST_PREDICTION)]
         self._depths += [Depth(costs, first) for _, first in FIRST_LOOKUP]
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether there may be drafts later, though there is none now."""
-        return self._looks_up or (self._prediction is not None and not self._prediction.is_over)
 
     @property
     def state(self) -> DraftState:
@@ -159,10 +169,6 @@ class Drafter:
             looks_up=self._looks_up,
         )
 
-    def num_since(self, output_ids: Sequence[int]) -> int:
-        """Tokens of the answer since its latest draft."""
-        return len(output_ids) - self._drafted_at
-
     def draft(self, output_ids: Sequence[int], most: int) -> Draft | None:
         """What may follow the answer so far; None in a pause, or where nothing is known.
 
@@ -171,20 +177,42 @@ class Drafter:
             most: tokens.
         """
         self._see(output_ids)
-        if self._prediction is not None:
-            ids = self._prediction.next_ids(max(0, most)).tolist()
-            if ids and (draft := self._cut("prediction", 0, ids)) is not None:
+        for source, kind, ids in self._candidates(max(0, most)):
+            if (draft := self._cut(source, kind, ids)) is not None:
+                self._num_waited = 0
                 return draft
-        if not self._looks_up or most < 1:
-            return None
-        assert self._history is not None, "it was seen"
-        archive = _NOTHING if self._archive is None else self._archive.ids
-        found = look_up(self._history.ids, archive)
-        if found is None:
-            return None
-        match, text = found
-        kind = 1 + next(i for i, (least, _) in enumerate(FIRST_LOOKUP) if match.length >= least)
-        return self._cut("lookup", kind, following(text, match.at, min(most, match.length)))
+        self._num_waited += 1
+        return None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no draft now, and was or will be none for so long that a rest pays."""
+        pauses = self._depths[0].num_left if self._follows else 0
+        return self._num_waited > 0 and max(self._num_waited, pauses) > WAIT_ROUNDS
+
+    def rest(self) -> None:
+        """From here on rounds have one query; `watch` each of them."""
+        self.is_resting, self._guess, self._num_right = True, None, 0
+
+    def watch(self, output_ids: Sequence[int]) -> bool:
+        """A round of a rest has ended: judge what was guessed, guess again; whether it is over.
+
+        Args:
+            output_ids: all of the answer.
+        """
+        if (guess := self._guess) is not None and len(output_ids) > self._num_seen:
+            is_right = output_ids[self._num_seen] == guess.ids[0]
+            self._depths[guess.kind].judge(1, int(is_right))
+            self._num_right = self._num_right + 1 if is_right else 0
+        self._see(output_ids)
+        self._guess = next(
+            (Draft((ids[0],), source, kind) for source, kind, ids in self._candidates(1)), None
+        )
+        if self._guess is None:
+            self._num_right = 0
+        elif self._num_right >= RIGHT_GUESSES and self._depths[self._guess.kind].pays:
+            self.is_resting, self._num_waited = False, 0
+        return not self.is_resting
 
     def behind(self, draft: Draft, most: int) -> tuple[int, Draft] | None:
         """The token behind a draft, and the next draft, if the answer follows the prediction.
@@ -222,11 +250,29 @@ class Drafter:
         if self._prediction is not None:
             self._prediction.take(*new)
 
+    @property
+    def _follows(self) -> bool:
+        return self._prediction is not None and len(self._prediction.next_ids(1)) > 0
+
+    def _candidates(self, most: int) -> Iterator[tuple[Source, int, Sequence[int]]]:
+        """What may follow what was seen, the best first: source, kind, at least one token."""
+        if self._prediction is not None and (ids := self._prediction.next_ids(most).tolist()):
+            yield "prediction", 0, ids
+        if not self._looks_up or most < 1:
+            return
+        assert self._history is not None, "it was seen"
+        archive = _NOTHING if self._archive is None else self._archive.ids
+        found = look_up(self._history.ids, archive)
+        if found is None:
+            return
+        match, text = found
+        kind = 1 + next(i for i, (least, _) in enumerate(FIRST_LOOKUP) if match.length >= least)
+        ids = following(text, match.at, min(most, match.length))
+        if len(ids):
+            yield "lookup", kind, ids
+
     def _cut(self, source: Source, kind: int, ids: Sequence[int]) -> Draft | None:
         most = self._depths[kind].most
         if not most:
             self._depths[kind].skip()
-        if not ids[:most]:
-            return None
-        self._drafted_at = self._num_seen
-        return Draft(tuple(ids[:most]), source, kind)
+        return Draft(tuple(ids[:most]), source, kind) if most else None

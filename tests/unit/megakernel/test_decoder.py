@@ -2,8 +2,10 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +15,7 @@ from soloist.megakernel import decoder as module
 from soloist.megakernel import kernel
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.launch import Query
 from soloist.megakernel.packed_weights import PackedWeights
@@ -20,6 +23,7 @@ from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
 from soloist.sampling import SamplingParams
 from soloist.sampling.adjust import TokenCounts
+from soloist.speculation import Costs, Drafter, Drafting
 
 PLAN = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
 ROUNDS = 9
@@ -42,8 +46,10 @@ class Gpu:
 
     def query(self) -> bool:
         """Whether the launch has ended; a round more is over."""
+        return self.ends_after(self.decoder._most_rounds)
+
+    def ends_after(self, rounds: int) -> bool:
         self.looks += 1
-        rounds = self.decoder._most_rounds
         self.decoder._signal_values[0] = min(self.looks, rounds)
         return self.looks > rounds
 
@@ -129,6 +135,33 @@ def test_what_is_prepared_does_not_touch_the_launch_that_runs(gpu: Gpu) -> None:
     assert list(decoder.tokens()) == [[0, 1]]
 
 
+@pytest.mark.parametrize("num_prompt", [3, 3000])
+def test_texts_of_a_launch_that_drafts_are_one_copy(gpu: Gpu, num_prompt: int) -> None:
+    decoder, drafting = gpu.decoder, Drafting(Costs((1300,) * 7), looks_up=False)
+    prompt, predicted, output = [5] * num_prompt, [*range(30)], [0, 1]
+    drafter = Drafter(drafting, prompt, predicted)
+    draft = drafter.draft(output, 7)
+    launch = DraftingLaunch(drafter.state, draft, prompt, output, ROUNDS)
+    query = replace(queries(num_prompt + 1)[0], tokens=[1])
+    decoder.start_drafting(query, launch)
+    decoder._signal_values[0] = ROUNDS
+    with Operations() as uploads:
+        decoder.start_drafting(query, launch)
+    assert uploads.names == ["copy_", "copy_", "zero_", "copy_"], "as other launches, and texts"
+    texts, places = decoder._texts, decoder._upload_texts(launch)
+    assert len(texts) < 4 * PLAN.grid_blocks + 3000, "the prompt is not there"
+
+    def at(name: str, count: int) -> list[int]:
+        place = int(places[name]) - texts.data_ptr()
+        assert place % 16 == 0
+        return texts[place // 4 : place // 4 + count].tolist()
+
+    assert at("records", 4 * PLAN.grid_blocks) == [0] * 4 * PLAN.grid_blocks
+    assert at("prediction", 30) == predicted
+    assert at("history", 2) == output
+    assert bytes(np.array(at("start", 3), np.int32)) == launch.start.tobytes()[:12]
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_nobody_sleeps_before_the_last_round(
     gpu: Gpu, rounds: int, monkeypatch: pytest.MonkeyPatch
@@ -140,3 +173,23 @@ def test_nobody_sleeps_before_the_last_round(
     assert len(list(gpu.decoder.tokens())) == rounds
     assert gpu.did.count("synchronize") == 1
     assert "sleep" not in gpu.did[gpu.did.index("synchronize") :]
+
+
+def test_nobody_sleeps_before_a_round_that_may_make_all_tokens_left(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, most = gpu.decoder, 8 * ROUNDS
+    monkeypatch.setattr(time, "sleep", lambda _: gpu.did.append("sleep"))
+    monkeypatch.setattr(decoder, "max_rounds", most)
+    drafter = Drafter(Drafting(Costs((1300,) * 7), looks_up=False), [1], [0] * 200)
+    launch = DraftingLaunch(drafter.state, drafter.draft([0], 7), [1], [0], most)
+    monkeypatch.setattr(decoder, "_given_on_host", [torch.zeros(4096, dtype=torch.int32)] * 2)
+    monkeypatch.setattr(decoder, "_given", torch.zeros(4096, dtype=torch.int32))
+    decoder.start_drafting(replace(queries(1)[0], tokens=[0]), launch)
+    decoder._shown_drafted[:ROUNDS] = [*range(8), 8 | 7 << 8]
+    monkeypatch.setattr(gpu, "query", lambda: gpu.ends_after(ROUNDS))
+    gpu.did.clear()
+    assert len(list(decoder.drafted_rounds())) == ROUNDS
+    assert gpu.did.count("synchronize") == 1
+    assert gpu.did.index("synchronize") == len(gpu.did) - 1
+    assert "sleep" in gpu.did

@@ -200,11 +200,16 @@ class Side:
     def __init__(self, kernel: ctypes.CDLL, case: Case, output: list[int], left: int) -> None:
         self.kernel, self.case = kernel, case
         self.draft = drafted(case, output, left)
-        launch = DraftingLaunch(case.drafter.state, self.draft, case.prompt, output, left)
+        self.prediction, self.archive = words(case.prediction or []), words(case.archive.ids)
+        self.begin(self.draft, output, left)
+
+    def begin(self, draft: Draft | None, output: list[int], left: int) -> None:
+        """A launch, which has texts and a state of its own."""
+        case = self.case
+        launch = DraftingLaunch(case.drafter.state, draft, case.prompt, output, left)
         self.start = launch.start
         self.drafter = self.start["drafter"].copy()
-        self.history = words([*case.prompt, *output], len(case.answer) + 8)
-        self.prediction, self.archive = words(case.prediction or []), words(case.archive.ids)
+        self.history = words(launch.history, len(case.answer) + 8)
 
     def accept(self, fed: list[int], chosen: list[int]) -> tuple[int, bool]:
         fed_words, chosen_words = words(fed), words(chosen)  # alive until the call is over
@@ -253,8 +258,7 @@ def run(kernel: ctypes.CDLL, seed: int, seen: Seen) -> None:  # noqa: C901, PLR0
                 side = Side(kernel, case, output, left)
                 draft = side.draft
             else:
-                state = DraftingLaunch(drafter.state, draft, case.prompt, output, left).start
-                side.start, side.drafter = state, state["drafter"].copy()
+                side.begin(draft, output, left)
         fed = [output[-1], *(draft.ids if draft else ())]
         chosen: list[int] = []
         for column in range(len(fed)):
