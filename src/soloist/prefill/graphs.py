@@ -41,7 +41,7 @@ class Graphs:
         is_over = False
         with torch.cuda.device(self._device):
             if self._recorder is None:
-                self._recorder = own_stream(self._device)
+                self._recorder = own_stream(self, self._device)
             while not is_over:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=memory, stream=self._recorder):

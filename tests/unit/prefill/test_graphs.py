@@ -1,5 +1,6 @@
 """Passes that are recorded, beside what else happens in the process."""
 
+import gc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from soloist.prefill import stream
 from soloist.prefill.elementwise import Chunk
 from soloist.prefill.graphs import Graphs
 
@@ -40,3 +42,18 @@ def test_pinned_memory_that_is_freed_while_a_pass_is_recorded_is_lent_again() ->
     assert sum(1 for _ in graphs.replay(chunk)) == 2
     assert values.tolist() == [2] * 4
     assert [tensor[0].item() for tensor in lent] == list(range(2 * MANY_STREAMS))
+
+
+def test_a_stream_of_its_own_is_lent_again_when_its_owner_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = iter(range(3))
+    monkeypatch.setattr(stream, "_created", lambda device: (device, next(made)))
+    here, there = torch.device("cuda", 40), torch.device("cuda", 41)
+    first, second, other = Graphs(here), Graphs(here), Graphs(there)
+    assert stream.own_stream(first, here) == (here, 0)
+    assert stream.own_stream(second, here) == (here, 1)
+    assert stream.own_stream(other, there) == (there, 2)
+    del first
+    gc.collect()
+    assert stream.own_stream(second, here) == (here, 0)
