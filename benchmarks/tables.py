@@ -241,6 +241,28 @@ def h200_gguf() -> str:
     return table(("file", "GB a step", "decode tokens/s", "min – max", "MBU"), cells)
 
 
+def h200_experts() -> str:
+    """Requests of a mixture of experts, and steps of several query tokens."""
+    cells = [
+        (
+            r["shape"], _stored(r), f"{r['start_position']:,}", str(r["columns"]),
+            f"{r['streamed_bytes_per_token'] / 1e9:.2f}", *_speed(r, 0), f"{r['mbu']:.0%}",
+        )
+        for r in rows_of("h200-experts.json")
+    ]  # fmt: skip
+    headings = ("shape", "weights", "position", "query tokens a step", "GB a step")
+    return table((*headings, "decode tokens/s", "min – max", "MBU"), cells, 2)
+
+
+def h200_kv() -> str:
+    """One model with keys and values in fewer bits, far into a text."""
+    cells = [
+        (f"{r['start_position']:,}", str(r["kv"] or "none"), *_speed(r, 0), f"{r['mbu']:.0%}")
+        for r in rows_of("h200-kv.json")
+    ]
+    return table(("position", "--kv", "decode tokens/s", "min – max", "MBU"), cells, 2)
+
+
 def h200_kept() -> str:
     """Long prompts of which others kept a part or nothing, by both ways of attention."""
     found: dict[tuple[str, int, int], dict[bool, str]] = {}
@@ -569,6 +591,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-accuracy": h200_accuracy,
     "h200-quantized": h200_quantized,
     "h200-gguf": h200_gguf,
+    "h200-experts": h200_experts,
+    "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
     "h200-quantized-accuracy": h200_quantized_accuracy,

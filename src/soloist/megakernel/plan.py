@@ -188,8 +188,7 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
             if self.waiting_copies_in_flight:
-                most = tuning.quantized_copies_in_flight[1]
-                return (most if self._is_quantized else tuning.copies_in_flight,) * 3
+                return (tuning.quantized_copies_in_flight[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         few = self._streams_little or (

@@ -15,7 +15,7 @@ class Tuning:
             and leave the L2 as fast as if it had nothing to do, 48 KB 98 % and twice the time; more
             only wait, and what blocks exchange waits with them.
         quantized_copies_in_flight: the same of models with quantised matrices, while a block waits
-            for others, and while it multiplies. The first is that of mixtures in 16 bits, too.
+            for others, and while it multiplies; and of mixtures, whose experts come after a wait.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
