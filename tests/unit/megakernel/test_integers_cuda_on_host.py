@@ -149,8 +149,10 @@ extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 q
 """
 
 
-def library(op: Operation, queries: int, dtype: Dtype, moves: bool, folder: Path) -> ctypes.CDLL:
-    """The multiply of a matrix, in a build for so many queries."""
+def library(
+    op: Operation, queries: int, depth: int, dtype: Dtype, moves: bool, folder: Path
+) -> ctypes.CDLL:
+    """The multiply of a matrix, in a build for so many queries with so many steps in a turn."""
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
@@ -162,7 +164,7 @@ def library(op: Operation, queries: int, dtype: Dtype, moves: bool, folder: Path
       static constexpr u32 kEarlySlots = {4 if moves else 0}, kQuantizedBatch = {2 if moves else 1};
       static constexpr u32 kRingSlots = 12, kSlotBytes = {op.slot_bytes};
     }};
-    {_operation(op, 0, 0, queries)}
+    {_operation(op, 0, 0, depth)}
     """
     wait = (CUDA / "sync/wait.cuh").read_text(encoding="utf-8")
     files = {
@@ -214,10 +216,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("moves", [True, False], ids=["hopper", "older"])
-@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize(
+    ("queries", "fewer"), [(1, 0), (MAX_QUERIES, 2), (MAX_QUERIES, 4)],
+    ids=["one", "two steps a turn", "four steps a turn"],
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "rows", "columns"), CASES)
 def test_the_interpreter_has_the_bits_of_the_kernel(
-    kind: str, rows: int, columns: int, queries: int, moves: bool, tmp_path: Path
+    kind: str, rows: int, columns: int, queries: int, fewer: int, moves: bool, tmp_path: Path
 ) -> None:
     dtype = Dtype.FP16 if kind == "int4-wide" else Dtype.BF16
     half = torch.float16 if dtype is Dtype.FP16 else torch.bfloat16
@@ -232,7 +237,7 @@ def test_the_interpreter_has_the_bits_of_the_kernel(
     x = torch.randn(matrix.steps * STEP_COLUMNS, MAX_QUERIES, generator=draw)
     x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(half).float()
     wanted = product(unpacked(packed.flatten(), op, rows, half), matrix, x, half, rounds=True)
-    built = library(op, queries, dtype, moves, tmp_path)
+    built = library(op, queries, op.depth_for(queries, fewer), dtype, moves, tmp_path)
     for num_queries in {1, queries, min(queries, 3)}:
         given = published(x, queries, half)
         out = torch.zeros(CONSUMER_WARPS, rows, MAX_QUERIES)
