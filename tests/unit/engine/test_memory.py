@@ -195,8 +195,12 @@ def test_of_mixtures_buffers_and_unpacked_experts_are_counted() -> None:
     assert packed.experts is not None
     assert packed.embedding is not None
     held = num_bytes(packed.image, packed.experts, packed.embedding)
-    routers = sum(x.numel() * 4 for name, x in own.items() if name.endswith("router"))
-    assert needs.weights_bytes == held + routers
+    routers = [x for name, x in own.items() if name.endswith("router")]
+    assert plan.routes_early
+    # Of each expert a row for the stream, and one for what attention gives, in fp32.
+    attended = plan.shape.query_heads * plan.shape.head_dim
+    vectors_bytes = sum(4 * len(x) * (x.shape[1] + attended) for x in routers)
+    assert needs.weights_bytes == held + vectors_bytes
     vectors = {name: x.float() for name, x in own.items() if "norm" in name}
     unpacked = UnpackedExperts(plan, packed)
     pool = PagePool(config.num_layers, 2, 32, 2, torch.bfloat16, CPU)
