@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 _SHAPES = ("llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama", "llama-3.1-8b")
 _RUN = "--prompt-tokens 128 --new-tokens 256 --precision bf16"
+_SAMPLED = f"{_RUN} --temperature 1"  # a mixture's experts vary
 _ON_RANKS = (
     ("laneformer-2b", "fp16"), ("laneformer-2b-as-llama", "fp16"), ("llama-3.2-1b", "bf16"),
     ("llama-3.1-8b", "bf16"),
@@ -308,11 +309,11 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "h200-experts.json": File(
             (
                 *(
-                    _decode("qwen3-30b-a3b", f"{_RUN}{weights}")
+                    _decode("qwen3-30b-a3b", f"{_SAMPLED}{weights}")
                     for weights in ("", " --weights fp8", " --weights int4")
                 ),
-                _decode("qwen3-30b-a3b", f"{_RUN} --columns 8"),
-                _decode("qwen3-30b-a3b", f"{_RUN} --context 32000"),
+                _decode("qwen3-30b-a3b", f"{_SAMPLED} --columns 8"),
+                _decode("qwen3-30b-a3b", f"{_SAMPLED} --context 32000"),
                 _prefill("qwen3-30b-a3b", "--prompt-tokens 128 --prompt-tokens 2048 --prefix cold"),
             )
         ),
@@ -393,7 +394,13 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 for shape in ("llama-3.1-8b", "laneformer-2b-as-llama")
             )
         ),
-        "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_RUN} --gpus 2"),)),
+        "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_SAMPLED} --gpus 2"),)),
+        "2-h200-predictions.json": File(
+            (
+                f"bench decode {_quantized('bf16', 'llama-3.1-8b')} {_RUN} --gpus 2 "
+                "--prediction --wrong 0",
+            )
+        ),
     },
 }
 

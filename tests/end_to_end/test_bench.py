@@ -169,6 +169,21 @@ def test_columns_on_the_gpu(soloist, subject):
     assert eight["mbu"] == pytest.approx(moved / eight["bandwidth_gb_per_s"] / 1e9, abs=0.002)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [(), ("--columns", 4)], ids=["one", "four"])
+def test_sampled_runs_are_the_same_every_time(soloist, columns):
+    options = ("--prompt-tokens", 40, "--new-tokens", 32, "--runs", 2, "--device", "cuda")
+    greedy, sampled = (
+        json.loads(
+            soloist("bench", "decode", "--shape", SHAPE, *options, *columns, *more, "--json").out
+        )[0]
+        for more in ((), ("--temperature", 1))
+    )
+    assert (greedy["temperature"], sampled["temperature"]) == (0, 1)
+    assert " " not in sampled["output_ids_sha256"]
+    assert sampled["output_ids_sha256"] != greedy["output_ids_sha256"]
+
+
 @SUBJECTS
 def test_saved_prompts_are_read_from_files(soloist, subject):
     done = soloist(
@@ -363,6 +378,9 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("decode", "--shape", SHAPE, "--prediction"), "--prediction"),
         (("decode", "--shape", SHAPE, "--speculate", "auto"), "--speculate"),
         (("decode", "etude-draft", "--wrong", 0.5), "--wrong"),
+        (("decode", "--shape", SHAPE, "--temperature", 0.001), "temperature"),
+        (("decode", "etude-draft", "--temperature", 101), "temperature"),
+        (("decode", "etude-draft", "--temperature", 1, "--against", "transformers"), "--against"),
         (("decode", "etude-draft", "--prediction", "--wrong", 2), "--wrong"),
         (("decode", "etude-draft", "--prediction", "--against", "transformers"), "--against"),
         (("decode", "--shape", SHAPE, "--device", "cpu", "--context", 9), "--context"),

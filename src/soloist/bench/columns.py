@@ -4,12 +4,20 @@ import time
 from collections.abc import Sequence
 
 from soloist.bench.contender import Run, gaps_s
+from soloist.bench.params import fixed_params
 from soloist.engine.kernel import KernelModel
+from soloist.megakernel.choice import Choice
 from soloist.megakernel.launch import Query
+from soloist.sampling.adjust import TokenCounts
 
 
 def run_columns(
-    model: KernelModel, prompts: Sequence[list[int]], columns: int, start: int, new_tokens: int
+    model: KernelModel,
+    prompts: Sequence[list[int]],
+    columns: int,
+    start: int,
+    new_tokens: int,
+    temperature: float = 0.0,
 ) -> Run:
     """All prompts one after the other, the first one timed; then one launch for all columns.
 
@@ -21,19 +29,26 @@ def run_columns(
         columns: positions of a sequence in a step.
         start: position of the first step.
         new_tokens: steps.
+        temperature: 0 is greedy; else the seed is 0, and noise belongs to a column's positions.
     """
+    params = fixed_params(temperature, new_tokens)
     begun = time.perf_counter()
-    first = []
+    first, choices = [], []
     for i, prompt in enumerate(prompts):
         logits = model.prefill.run_prompt(
             prompt, model.page_tables[i], model.prefill.most_tokens, lambda: False
         )
         assert logits is not None, "nobody cancels"
         first.append(int(logits.argmax()))
+        choices.append(
+            Choice(params, TokenCounts(len(logits), [*prompt, first[i]])) if temperature else None
+        )
         if i == 0:
             ttft_s = time.perf_counter() - begun
     queries = [
-        Query(s, start + c, [token_id]) for s, token_id in enumerate(first) for c in range(columns)
+        Query(s, start + c, [token_id], choice=choice)
+        for s, (token_id, choice) in enumerate(zip(first, choices, strict=True))
+        for c in range(columns)
     ]
     model.decoder.start(queries, new_tokens)
     made: list[int] = []

@@ -31,7 +31,7 @@ class Contender(Protocol):
     name: str
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
-        """Answer greedily with exactly `new_tokens` tokens."""
+        """Answer with exactly `new_tokens` tokens."""
         ...
 
 

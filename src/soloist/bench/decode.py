@@ -1,4 +1,4 @@
-"""`bench decode`: time to first token and decode speed of one greedy request in this process.
+"""`bench decode`: time to first token and decode speed of one request in this process.
 
 Contenders take turns, run by run, so that a slow minute of the machine hits all of them.
 """
@@ -18,6 +18,7 @@ from soloist.bench.clocks import watching
 from soloist.bench.columns import run_columns
 from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
+from soloist.bench.params import fixed_params
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text
 from soloist.engine import Completion, Engine, EngineConfig
@@ -27,7 +28,6 @@ from soloist.errors import SettingError
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.kv_format import plain
-from soloist.sampling import SamplingParams
 from soloist.speculation import Drafting
 
 
@@ -47,6 +47,8 @@ class Plan:
         looks_up: also measure with drafts that are looked up.
         wrong: also measure with a prediction, which is the answer with so large a share of its
             tokens replaced; None without.
+        temperature: 0 is greedy; else the seed is 0. Greedy texts of small models loop, which makes
+            drafts look better than they are.
     """
 
     asked: EngineConfig
@@ -58,11 +60,7 @@ class Plan:
     columns: int = 1
     looks_up: bool = False
     wrong: float | None = None
-
-    @property
-    def temperature(self) -> float:
-        """Where drafts are measured texts are sampled: greedy ones of small models loop."""
-        return 1.0 if self.looks_up or self.wrong is not None else 0.0
+    temperature: float = 0.0
 
 
 class Ours:
@@ -84,15 +82,12 @@ class Ours:
     ) -> None:
         self.name, self.drafting, self.wrong = "soloist", drafting, wrong
         self._engine = engine
-        self._seed = None if temperature == 0 else 0
         self._temperature = temperature
         self._prediction: list[int] | None = None
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """Through `Engine.generate`, detokenisation included."""
-        params = SamplingParams(
-            temperature=self._temperature, seed=self._seed, max_tokens=new_tokens, ignore_eos=True
-        )
+        params = fixed_params(self._temperature, new_tokens)
         times: list[float] = []
         self._engine.model.drafting = self.drafting
         for event in self._engine.generate(prompt_ids, params, prediction=self._prediction):
@@ -127,15 +122,18 @@ class Columns:
         SettingError: the decode kernel does not run the model.
     """
 
-    def __init__(self, engine: Engine, columns: int) -> None:
+    def __init__(self, engine: Engine, columns: int, temperature: float = 0.0) -> None:
         if not isinstance(engine.model, KernelModel):
             raise SettingError("--columns", columns, "1, more on a GPU only")
         self.name = "soloist"
-        self._model, self._columns = engine.model, columns
+        self._model, self._columns, self._temperature = engine.model, columns, temperature
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """One launch, without the host between steps."""
-        return run_columns(self._model, [prompt_ids], self._columns, len(prompt_ids), new_tokens)
+        start = len(prompt_ids)
+        return run_columns(
+            self._model, [prompt_ids], self._columns, start, new_tokens, self._temperature
+        )
 
 
 def measure(plan: Plan) -> list[rows.DecodeRow]:
@@ -151,7 +149,9 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     engine = Engine.load(replace(plan.asked, context_tokens=tokens))
     prompt_ids = python_prompt(engine, plan.prompt_tokens)
     contenders: list[Contender] = (
-        _ours(plan, engine) if plan.columns == 1 else [Columns(engine, plan.columns)]
+        _ours(plan, engine)
+        if plan.columns == 1
+        else [Columns(engine, plan.columns, plan.temperature)]
     )
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
@@ -214,16 +214,20 @@ def _check(plan: Plan) -> None:
         ("--busy", plan.num_busy, 0),
         ("--columns", plan.columns, 1),
     )
+    fixed_params(plan.temperature, plan.new_tokens)
     if plan.columns > MAX_QUERIES:
         raise SettingError("--columns", plan.columns, f"at most {MAX_QUERIES}")
     if plan.wrong is not None and not 0 <= plan.wrong <= 1:
         raise SettingError("--wrong", plan.wrong, "a share from 0 to 1, such as 0.25")
-    if plan.temperature and (plan.columns > 1 or plan.against is not None):
+    drafts = plan.looks_up or plan.wrong is not None
+    if drafts and (plan.columns > 1 or plan.against is not None):
         option = "--columns" if plan.columns > 1 else "--against"
         given = plan.columns if plan.columns > 1 else plan.against
         raise SettingError(option, given, "only without --prediction and --speculate auto")
     if plan.against not in (None, "transformers"):
         raise SettingError("--against", plan.against, "transformers")
+    if plan.against is not None and plan.temperature:
+        raise SettingError("--against", plan.against, "only with --temperature 0, which it has")
     if plan.against is not None and plan.columns > 1:
         raise SettingError("--against", plan.against, "only without --columns, which it has not")
     if plan.against is not None and (plan.asked.weights or plan.asked.head_weights):

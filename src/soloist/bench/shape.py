@@ -19,6 +19,7 @@ from soloist.bench.columns import run_columns
 from soloist.bench.contender import Run, gaps_s
 from soloist.bench.decode import token_ms
 from soloist.bench.others import others_counted
+from soloist.bench.params import fixed_params
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import (
     NOT_ROUNDED,
@@ -44,7 +45,7 @@ from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.families import read_config
 from soloist.model.kv_format import KvName
-from soloist.sampling import Sampler, SamplingParams
+from soloist.sampling import Sampler
 from soloist.weights.choice import Rounding
 
 _MOST_ROUNDS = 4096
@@ -70,6 +71,7 @@ class Plan:
         num_busy: processes that only count beside it.
         rounding: what matrices are random codes of.
         kv: what keys and values are stored as; None for `precision`.
+        temperature: 0 is greedy; else the seed is 0.
     """
 
     file: Path
@@ -85,6 +87,7 @@ class Plan:
     num_busy: int = 0
     rounding: Rounding = NOT_ROUNDED
     kv: KvName | None = None
+    temperature: float = 0.0
 
     @property
     def all_columns(self) -> int:
@@ -137,7 +140,9 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         if plan.all_columns == 1 and plan.context is None:
             return _request(plan, model, config.vocab_size, prompts[0])
         assert isinstance(model, KernelModel), "the reference runs requests only"
-        return run_columns(model, prompts, plan.columns, plan.start, plan.new_tokens)
+        return run_columns(
+            model, prompts, plan.columns, plan.start, plan.new_tokens, plan.temperature
+        )
 
     name = device_name(str(device))  # now: on a CPU the number of threads changes with the load
     flushes, runs = [Flush(one) for one in placed.devices], []
@@ -170,6 +175,7 @@ def _check(plan: Plan) -> None:
         ("--context", plan.start, 1),
         ("--busy", plan.num_busy, 0),
     )
+    fixed_params(plan.temperature, plan.new_tokens)
     if plan.all_columns > MAX_QUERIES:
         raise SettingError(
             "--columns times --sequences", plan.all_columns, f"at most {MAX_QUERIES}"
@@ -191,8 +197,8 @@ def _check_reference(plan: Plan) -> None:
 
 
 def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) -> Run:
-    """One greedy request, from token ids to its last token."""
-    params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
+    """One request, from token ids to its last token."""
+    params = fixed_params(plan.temperature, plan.new_tokens)
     made, times = [], []
     start = time.perf_counter()
     sampler = Sampler(params, vocab_size, prompt)
@@ -232,6 +238,7 @@ def _row(
         bandwidth_gb_per_s=round(bandwidth.gb_per_s, 2),
         mbu=round(streamed * speed.median / plan.all_columns / all_gb_per_s / 1e9, 3),
         speculation=False,
+        temperature=plan.temperature,
         output_ids_sha256=" ".join(sorted(hashes)),
         sequences=plan.sequences,
         start_position=plan.start,

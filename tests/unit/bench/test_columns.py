@@ -27,3 +27,9 @@ def test_every_sequence_has_its_columns_from_the_start_on() -> None:
     queries = [Query(0, 40, [3]), Query(0, 41, [3]), Query(1, 40, [7]), Query(1, 41, [7])]
     assert asked == [([1, 2], [0, 1]), ([3, 4], [2, 3]), (queries, 2)]
     assert run.token_ids == (1, 2, 3, 4, 5, 6, 7, 8)
+    asked.clear()
+    run_columns(model, [[1, 2]], 2, 40, 2, temperature=0.5)
+    sampled, _ = asked[-1]
+    assert [query.choice.params.temperature for query in sampled] == [0.5, 0.5]
+    assert [query.choice.params.seed for query in sampled] == [0, 0]
+    assert list(sampled[0].choice.counts.prompt_ids) == [1, 2, 3], "prompt and first input token"

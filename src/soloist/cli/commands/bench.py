@@ -36,7 +36,7 @@ def decode(
         bool,
         typer.Option(
             "--prediction",
-            help="Also measure with the answer itself as its prediction; texts are then sampled.",
+            help="Also measure with the answer itself as its prediction.",
         ),
     ] = False,
     wrong: Annotated[
@@ -45,6 +45,13 @@ def decode(
     speculate: Annotated[
         str, typer.Option(help="auto: also measure with drafts that are looked up; or off.")
     ] = "off",
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample at this temperature, with seed 0; 0 is greedy.",
+            show_default="0; with --prediction and --speculate auto 1",
+        ),
+    ] = None,
     sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
@@ -80,6 +87,8 @@ def decode(
         raise SettingError(option, given, "only without --shape")
     if wrong and not prediction:
         raise SettingError("--wrong", wrong, "only with --prediction")
+    if temperature is None:
+        temperature = float(prediction or looks_up)
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     if shape is not None:
@@ -98,6 +107,7 @@ def decode(
                 num_busy=busy,
                 rounding=Rounding(layers, head),
                 kv=o.checked_kv(kv),
+                temperature=temperature,
             )
         )
     else:
@@ -108,7 +118,7 @@ def decode(
         )  # fmt: skip
         plan = bench_decode.Plan(
             asked, prompt_tokens, new_tokens, runs, against, busy, columns,
-            looks_up=looks_up, wrong=wrong if prediction else None,
+            looks_up=looks_up, wrong=wrong if prediction else None, temperature=temperature,
         )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
