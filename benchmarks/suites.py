@@ -178,7 +178,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "gguf-cpu.json": File(
             tuple(
                 f"bench decode {_quantized(form, 'llama-3.2-1b')} --device cpu "
-                "--prompt-tokens 16 --new-tokens 16 --runs 3"
+                "--prompt-tokens 16 --new-tokens 16 --runs 9"
                 for form in ("bf16", "gguf-Q8_0", "gguf-Q4_0", "gguf-Q4_K_M")
             )
         ),
