@@ -53,6 +53,8 @@ u32 load_acquire(const u32* p);
 inline void store_to_peer(u32* p, u32 v) { *p = v; }
 u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
+inline void __threadfence() {}
+u64 __shfl_sync(u32 mask, u64 value, u32 lane);
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 template <class M> inline float* all_logits(u8* workspace, u32 query);
@@ -62,7 +64,7 @@ HARNESS = r"""
 #include "ops/choose.cuh"
 
 using M = Model;
-enum State { kReady, kAtBlock, kEnded };
+enum State { kReady, kAtWarp, kAtBlock, kEnded };
 constexpr u32 kAll = M::kRanks * kNumBlocks * kConsumerThreads;
 struct Thread {
   ucontext_t context;
@@ -93,6 +95,23 @@ static void pause(State state) {
   swapcontext(&threads[id].context, &scheduler);
 }
 void sync_consumers() { pause(kAtBlock); }
+static u32 own_id() { return (rank * kNumBlocks + blockIdx.x) * kConsumerThreads + threadIdx.x; }
+static u64 lane_values[2][kAll];
+static u32 lane_turns[kAll];
+u64 __shfl_sync(u32, u64 value, u32 lane) {
+  const u32 id = own_id();
+  u64* values = lane_values[lane_turns[id]++ & 1];
+  values[id] = value;
+  pause(kAtWarp);
+  return values[id / 32 * 32 + lane];
+}
+uint4 load_exchanged(const void* p) {
+  random_state = random_state * 1664525u + 1013904223u;
+  if ((random_state >> 29) == 0) pause(kReady);
+  uint4 v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
 void add_release(u32* p, u32 v) { *p += v; }
 u32 load_acquire(const u32* p) {
   pause(kReady);
@@ -190,6 +209,7 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
   constexpr u32 kValues = kMaxQueries * M::kSampledRows;
   std::memset(exchanges, 0xFF, sizeof exchanges);
   std::memset(begun, 0, sizeof begun);
+  std::memset(lane_turns, 0, sizeof lane_turns);
   for (u32 r = 0; r < M::kRanks; ++r) {
     Params& params = all_params[r];
     params = Params{};
@@ -235,6 +255,11 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
       swapcontext(&scheduler, &threads[i].context);
     }
     if (ended) return num_rounds;
+    for (u32 begin = 0; begin < kAll; begin += 32) {
+      bool all = true;
+      for (u32 i = 0; i < 32; ++i) all = all && threads[begin + i].state == kAtWarp;
+      for (u32 i = 0; all && i < 32; ++i) threads[begin + i].state = kReady;
+    }
     for (u32 b = 0; b < M::kRanks * kNumBlocks; ++b) {
       const u32 begin = b * kConsumerThreads;
       bool all = true;

@@ -31,6 +31,8 @@ struct WholeGrid {
   __device__ __forceinline__ u32 num_blocks() const { return kNumBlocks; }
   __device__ __forceinline__ u32 thread() const { return threadIdx.x; }
   __device__ __forceinline__ void block_sync() { sync_consumers(); }
+  __device__ __forceinline__ void acquire() { __threadfence(); }  // pairs with that of `head`
+  __device__ __forceinline__ u64 from_lane(u64 value, u32 lane) const { return __shfl_sync(~0u, value, lane); }
   // Thread 0 speaks for its block: what the others wrote before the first block barrier is released
   // with its arrival, and what it acquires is theirs after the second.
   __device__ __forceinline__ void sync() {
@@ -81,6 +83,7 @@ __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
   static_assert(sizeof(SampleState) <= M::kShSamplingBytes && (!kSamples || sizeof(SampleShared) <= M::kShReduceBytes + M::kShConvertedBytes),
                 "shared memory of the plan");
   static_assert(kMostOwnIds<M> / 32 + 2 <= SampleShared::kMaskWords, "words of a block's part of a mask");
+  static_assert(kMostOwnIds<M> <= SampleShared::kMostIds, "sums of a block's weights");
   SampleState& state = sample_state<M>();
   const u32 c = threadIdx.x;
   if (c < kMaxQueries) {
@@ -196,7 +199,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
     }
     state.args = {state.params, state.steps, logits, params.sample.adjusted, params.sample.seen,
                   params.sample.list_ids, params.sample.list_values, M::kSampledRows, own.begin, own.end,
-                  control.queries, yield, masks, M::kVocabWords, masked};
+                  control.queries, yield ? 1u : 0u, masks, M::kVocabWords, masked};
   }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
   sample_tokens(grid, args, workspace.scratch, shared, epochs);

@@ -2,19 +2,21 @@
 //
 // Each block owns the logits of consecutive token ids, ascending with the block. The blocks exchange
 // 16-byte records of their best and, for filters, histograms of integers, so that no result depends
-// on an order of arrival. What the file must not know: the model, and how a grid barrier is built.
+// on an order of arrival. Warps of a block share the queries among them. What the file must not know:
+// the model, and how a grid barrier is built.
 //
-// `Grid` is given by the kernel; its methods are called by all kConsumerThreads threads of a block:
+// `Grid` is given by the kernel. All kConsumerThreads threads of a block call its methods, or all of a warp:
 //   void sync()        barrier over all blocks and threads; writes before it are seen after it (gpu scope)
 //   void block_sync()  barrier over the consumer threads of this block
-//   u32 block(), u32 num_blocks(), u32 thread()   num_blocks() <= kNumBlocks
+//   void acquire()     after a record was read: what its block had written before it is seen
+//   u64 from_lane(u64 value, u32 lane)            the value of that lane of the warp
+//   u32 block(), num_blocks(), thread()           num_blocks() <= kNumBlocks
 //
-// spec.cuh gives kNumBlocks, kConsumerThreads (a divisor of 1024, multiple of 16), kMaxQueries, the
+// spec.cuh gives kNumBlocks, kConsumerThreads (32 times a power of two), kMaxQueries, the
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
 //
-// Barriers over the grid, shared by all queries: 1 without filters, 2 with min_p alone; otherwise 3,
-// one for each further digit of the slowest query (mostly 0 or 1; at most 4, or 8 with both top_k
-// and top_p) and one where equal scores straddle a border.
+// Barriers over the grid, shared by all queries: none without top_k and top_p; otherwise one for each
+// digit of the slowest query (mostly 1 to 3; at most 8, or 15 with both top_k and top_p).
 //
 // Loops stay rolled, or the code would be several times as large and need more registers.
 #pragma once
@@ -32,7 +34,7 @@ struct SampleArgs {
   u32 stride;
   u32 row_begin, row_end;      // without rows of padding
   u32 queries;                 // 1 ... kMaxQueries
-  u32 note;                    // of block 0: reaches all blocks as SampleShared::note
+  u32 note;                    // 0 or 1; of block 0: reaches all blocks as SampleShared::note
   const u32* masks;            // host memory, [queries][mask_stride]: bits of the ids that may be chosen
   u32 mask_stride;
   u32 masked;                  // queries to which they apply: a bit each
@@ -48,7 +50,7 @@ struct SampleResult {
 
 constexpr u32 kSampleDigitBits = 10;
 constexpr u32 kSampleBins = 1u << kSampleDigitBits;
-constexpr u32 kSampleDigits = 5;
+constexpr u32 kSampleGapDigits = 5, kSampleIdDigits = 3;
 
 struct __align__(16) SampleBin {
   u64 weight;
@@ -59,13 +61,12 @@ struct __align__(16) SampleBin {
 // Global memory, zeroed by the host at launch.
 //
 // `first` changes its copy between calls and `more` between passes, so that a histogram is zeroed while
-// nobody reads or adds: a copy is zeroed one barrier after its last reader and one before its next
-// use. `records` alternates for the same reason; `ties` is used once a call.
+// nobody reads or adds: a copy is zeroed after all blocks have published a record or met at a barrier
+// since it was read, and one barrier before its next use. `records` alternates for the same reason.
 struct __align__(128) SampleScratch {
   SampleBin first[2][kMaxQueries][kSampleBins];
   SampleBin more[3][kMaxQueries][kSampleBins];
   uint4 records[2][kMaxQueries][kNumBlocks];
-  u32 ties[kMaxQueries][(kNumBlocks + 3) / 4 * 4];
 };
 
 // Which copy of the scratch is next. Zero at launch, equal in all threads, kept from call to call.
@@ -73,6 +74,12 @@ struct SampleEpochs {
   u32 exchanges = 0;
   u32 searches = 0;
   u32 passes = 0;
+};
+
+// What tokens are ranked by, best first: the gap to the best score, then the id. No two are equal.
+struct RankKey {
+  u64 gap;
+  u32 id;
 };
 
 // The border of a query's kept tokens, found digit by digit from the leading one of the rank key.
@@ -83,50 +90,32 @@ enum SampleStage : u32 {
   kSought,
 };
 struct SampleSearch {
-  u64 prefix;        // digits found so far; a lower prefix is kept
+  RankKey prefix;    // digits found so far; what begins with it or with a lower one is kept
   u64 needed;        // count or weight that the kept tokens must reach
   u64 above_weight;  // of tokens with a lower prefix
   u32 above_count;
   u32 digits;        // in prefix
   u32 stage;
-  u32 num_ties;      // tokens kept of those with this very prefix, the lowest ids
 };
-constexpr u32 kAllTies = 0xFFFFFFFFu;
 
 // Shared memory, 16-byte aligned, no initial value. `results` and `note` are the outcome.
 struct SampleShared {
-  static constexpr u32 kGroup = 16;
-  static constexpr u32 kGroups = kConsumerThreads / kGroup;
+  // Weights in two halves, since 32 bits are added at once: sums of kMostIds of them fit.
   struct Bins {
-    u64 weight[kSampleBins];
-    u32 count[kSampleBins];
+    u32 count[kSampleBins], low[kSampleBins], high[kSampleBins];
   };
-  struct Reduce {
-    u64 choice[2][kConsumerThreads];
-    u64 group_choice[kMaxQueries][kGroups];
-    u32 best[2][kConsumerThreads];
-    u32 group_best[kMaxQueries][kGroups];
-  };
-  struct Scan {
-    u64 weight[kConsumerThreads];
-    u64 group_weight[kGroups];
-    u32 count[kConsumerThreads];
-    u32 group_count[kGroups];
+  static constexpr u32 kMostIds = 1u << 15;
+  struct Proposal {
+    u64 choice;
+    u32 best;
   };
   static constexpr u32 kMaskWords = sizeof(Bins) / 4;
   union {
     u32 mask[kMaskWords];  // of one query: words of this block's ids
     Bins bins;
-    struct {
-      Reduce reduce;
-      Scan scan;  // used between two reduced queries
-    };
   };
+  Proposal proposals[kMaxQueries][kConsumerThreads / 32];  // of the warps that serve a query
   SampleSearch search[kMaxQueries];
-  SampleBin found;
-  u64 found_above_weight, found_needed;
-  u32 found_above_count, found_bin;
-  u32 again;
   u32 note;
   SampleResult results[kMaxQueries];
 };
@@ -143,35 +132,51 @@ class TokenChoice {
   __device__ __forceinline__ TokenChoice(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
                                          SampleShared& shared, SampleEpochs& epochs)
       : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), t(grid.thread()),
-        per_thread((args.row_end - args.row_begin + kThreads - 1) / kThreads) {}
+        lane(t % 32), warp(t / 32), team_bits(bits_of_team(args.queries)), row_begin(args.row_begin),
+        row_end(args.row_end) {}
 
   __device__ __forceinline__ void run() {
-    adjust();
-    bool is_filtered = false;
+    bool any_filter = false;
 #pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) {
-      is_filtered |= has_filter(c);
-      propose_best(c);
+    for (u32 c = 0; c < args.queries; ++c) any_filter |= has_filter(c);
+    adjust();
+    // First the best of all tokens, then the choice among those that filters keep: a loop, for one copy of the code.
+    const u32 exchanges = any_filter ? 2 : 1;
+#pragma unroll 1
+    for (u32 i = 0; i < exchanges; ++i) {
+      const bool is_filtered = i == 1;
+      if (is_filtered) find_borders();
+      for_own_queries([&](u32 c) {
+        if (is_filtered) propose(c, is_chosen_filtered(c) ? noisy_choice<true>(c) : Proposal{});
+        else propose(c, is_greedy(c) || has_filter(c) ? best_of(c) : noisy_choice<false>(c));
+      });
+      exchange([&](u32 c, u32 best, u64 choice) {
+        if (!is_filtered) settle(c, exact::value_of_key(best), choice);
+        else if (is_chosen_filtered(c)) shared.results[c].token = id_of(choice);
+      });
     }
-    exchange();
-    settle_best();
-    if (is_filtered) run_filters();
   }
 
  private:
-  static constexpr u32 kThreads = kConsumerThreads;
-  static constexpr u32 kLanes = kThreads / kMaxQueries;  // that read records of one query
-  static constexpr u32 kBinsPerThread = kSampleBins / kThreads;
-  static_assert(kThreads % SampleShared::kGroup == 0 && kSampleBins % kThreads == 0 && kLanes > 0 &&
-                kThreads >= kMaxQueries, "threads of a block");
+  static constexpr u32 kThreads = kConsumerThreads, kWarps = kThreads / 32;
+  static_assert((kWarps & (kWarps - 1)) == 0 && kThreads % 32 == 0 && kSampleBins % kThreads == 0 && kThreads >= kMaxQueries, "threads of a block");
+  using Proposal = SampleShared::Proposal;
 
   Grid& grid;
   const SampleArgs& args;
   SampleScratch& scratch;
   SampleShared& shared;
   SampleEpochs& epochs;
-  const u32 t;
-  const u32 per_thread;  // consecutive ids where their order matters
+  const u32 t, lane, warp;
+  const u32 team_bits;  // log2 of the warps that serve a query together, a team
+  const u32 row_begin, row_end;
+
+  static __device__ __forceinline__ u32 bits_of_team(u32 queries) {
+    u32 bits = 0;
+#pragma unroll 1
+    while ((queries << (bits + 1)) <= kWarps) ++bits;
+    return bits;
+  }
 
   // Queries -------------------------------------------------------------------------------------
 
@@ -191,12 +196,55 @@ class TokenChoice {
   __device__ __forceinline__ const float* scores(u32 c) const {
     return (is_adjusted(c) ? args.adjusted : args.logits) + static_cast<u64>(c) * args.stride;
   }
-  __device__ __forceinline__ bool is_own(u32 id) const { return id >= args.row_begin && id < args.row_end; }
-  __device__ __forceinline__ u32 own_begin() const {
-    return min_u32(args.row_end, args.row_begin + t * per_thread);
+  __device__ __forceinline__ bool is_own(u32 id) const { return id >= row_begin && id < row_end; }
+  // By a team of warps: each query that it serves.
+  template <class Use>
+  __device__ __forceinline__ void for_own_queries(const Use& use) const {
+#pragma unroll 1
+    for (u32 c = warp >> team_bits; c < args.queries; c += kWarps >> team_bits) use(c);
   }
-  __device__ __forceinline__ u32 own_end() const {
-    return min_u32(args.row_end, args.row_begin + (t + 1) * per_thread);
+  // By a query's team: this block's tokens, four neighbours to a lane, with their scores before temperature.
+  template <class Use>
+  __device__ __forceinline__ void for_own_quads(u32 c, const Use& use) const {
+    const float* x = scores(c);
+    const u32 end = (row_end + 3) / 4, stride = 32u << team_bits;
+    u32 quad = row_begin / 4 + (t & (stride - 1));
+    Quad next = load_quad(x, quad);
+#pragma unroll 1
+    for (; quad < end; quad += stride) {
+      const Quad scores = next;
+      next = load_quad(x, quad + stride);  // it comes while these are used
+      use(quad, scores);
+    }
+  }
+  struct Quad {
+    float x[4];
+
+    // For loops over k that stay rolled: nothing may be addressed by k.
+    __device__ __forceinline__ float get(u32 k) const { return k == 0 ? x[0] : k == 1 ? x[1] : k == 2 ? x[2] : x[3]; }
+  };
+  __device__ __forceinline__ Quad load_quad(const float* x, u32 quad) const {
+    Quad loaded;
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) loaded.x[k] = is_own(4 * quad + k) ? x[4 * quad + k] : 0.0f;
+    return loaded;
+  }
+
+  // Warps ---------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ u64 warp_max(u64 value) const {
+#pragma unroll 1
+    for (u32 o = 16; o; o /= 2) value = larger(value, grid.from_lane(value, lane ^ o));
+    return value;
+  }
+  // Of this lane and those before it.
+  __device__ __forceinline__ u64 warp_sum(u64 value) const {
+#pragma unroll 1
+    for (u32 o = 1; o < 32; o *= 2) {
+      const u64 before = grid.from_lane(value, lane >= o ? lane - o : lane);
+      value += lane >= o ? before : 0;
+    }
+    return value;
   }
   static __device__ __forceinline__ u32 min_u32(u32 a, u32 b) { return a < b ? a : b; }
 
@@ -241,7 +289,7 @@ class TokenChoice {
 
   // This block's part of a query's mask to shared memory, each word on its way at the same time.
   __device__ __forceinline__ void load_mask(u32 c) {
-    const u32 first = args.row_begin / 32, end = (args.row_end + 31) / 32;
+    const u32 first = row_begin / 32, end = (row_end + 31) / 32;
     const u32* words = args.masks + static_cast<u64>(c) * args.mask_stride;
     grid.block_sync();  // the last query's is read
 #pragma unroll 1
@@ -249,7 +297,7 @@ class TokenChoice {
     grid.block_sync();
   }
   __device__ __forceinline__ bool is_allowed(u32 c, u32 id) const {
-    return !is_masked(c) || (shared.mask[id / 32 - args.row_begin / 32] >> id % 32 & 1);
+    return !is_masked(c) || (shared.mask[id / 32 - row_begin / 32] >> id % 32 & 1);
   }
 
   __device__ __forceinline__ void penalize(u32 c) {
@@ -259,7 +307,7 @@ class TokenChoice {
     float* to = args.adjusted + static_cast<u64>(c) * args.stride;
     const u32* history = args.seen + static_cast<u64>(p.history) * args.stride;
 #pragma unroll 1
-    for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads) {
+    for (u32 id = row_begin + t; id < row_end; id += kThreads) {
       float x = is_allowed(c, id) ? from[id] : __uint_as_float(0xFF800000u);
       const u32 seen = has_penalties ? history[id] : 0;
       if (seen) {
@@ -281,132 +329,164 @@ class TokenChoice {
   static __device__ __forceinline__ u64 candidate(float value, u32 id) {
     return static_cast<u64>(exact::order_key(value)) << 32 | ~id;
   }
+  static __device__ __forceinline__ u32 id_of(u64 candidate) { return ~static_cast<u32>(candidate); }
   static __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-  __device__ __forceinline__ float noise(u32 c, u32 id) const {
-    const exact::Words words = noise_words(c, id / 4);
-    const u32 k = id % 4;
-    return exact::gumbel_of_word(k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w);
+  // Of a lane's tokens the one with the best score.
+  __device__ __forceinline__ Proposal best_of(u32 c) const {
+    const float temperature = is_greedy(c) ? 1.0f : args.params[c].temperature;
+    u64 choice = 0;
+    for_own_quads(c, [&](u32 quad, const Quad& scores) {
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 id = 4 * quad + k;
+        if (is_own(id)) choice = larger(choice, candidate(exact::div(scores.x[k], temperature), id));
+      }
+    });
+    return {choice, static_cast<u32>(choice >> 32)};
   }
-  __device__ __forceinline__ exact::Words noise_words(u32 c, u32 quad) const {
+
+  // Of a query and a round. One Philox block serves four ids.
+  struct Noise {
+    u32 seed_low, seed_high, position_low, position_high;
+
+    __device__ __forceinline__ exact::Words words(u32 quad) const {
+      return exact::philox({quad, position_low, position_high, sampling::kDomainTokenChoice}, seed_low, seed_high);
+    }
+    static __device__ __forceinline__ u32 word(const exact::Words& words, u32 k) {
+      return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
+    }
+    // Never less than the word's noise by more than kSlack: -ln(-ln(1 - v)) <= -ln(v), with a quick logarithm.
+    static __device__ __forceinline__ float bound(u32 word) {
+      constexpr float kLn2 = 0.693147181f;
+      return kLn2 * (32.0f - __log2f(__uint2float_rn(word) + 0.5f));
+    }
+  };
+  __device__ __forceinline__ Noise noise_of(u32 c) const {
     const SampleParams& p = args.params[c];
     const SampleStep& step = args.steps[c];
-    return exact::philox({quad, step.position_low, step.position_high, sampling::kDomainTokenChoice},
-                         p.seed_low, p.seed_high);
+    return {p.seed_low, p.seed_high, step.position_low, step.position_high};
+  }
+  // By how much bounds, and the sums that they are compared with, may be off: far more than they are.
+  static __device__ __forceinline__ float slack(float sum) {
+    return 1e-3f + fabsf(sum) * 1e-6f;
   }
 
-  __device__ __forceinline__ void propose_best(u32 c) {
-    u32 best = 0;
-    u64 choice = 0;
-    const float* x = scores(c);
-    if (is_greedy(c)) {
-#pragma unroll 1
-      for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads)
-        choice = larger(choice, candidate(x[id], id));
-      best = static_cast<u32>(choice >> 32);
-    } else if (has_filter(c)) {
-      const float temperature = args.params[c].temperature;
-#pragma unroll 1
-      for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads)
-        choice = larger(choice, candidate(exact::div(x[id], temperature), id));
-      best = static_cast<u32>(choice >> 32);
-    } else {
-      // One Philox block serves four ids.
-      const float temperature = args.params[c].temperature;
-      const u32 num_quads = args.row_end > args.row_begin ? (args.row_end + 3) / 4 : 0;
-#pragma unroll 1
-      for (u32 quad = args.row_begin / 4 + t; quad < num_quads; quad += kThreads) {
-        const exact::Words words = noise_words(c, quad);
-        const auto propose = [&](u32 id, u32 word) {
-          if (!is_own(id)) return;
-          const float score = exact::div(x[id], temperature);
-          const u32 key = exact::order_key(score);
-          best = key > best ? key : best;
-          choice = larger(choice, candidate(exact::add(score, exact::gumbel_of_word(word)), id));
-        };
-        propose(4 * quad, words.x);
-        propose(4 * quad + 1, words.y);
-        propose(4 * quad + 2, words.z);
-        propose(4 * quad + 3, words.w);
+  // The tokens among which noise decides.
+  struct Kept {
+    SampleSearch search;
+    u64 least_weight;
+  };
+  template <bool kIsFiltered>
+  __device__ __forceinline__ bool stays(u32 c, const Kept& kept, u32 id, float score) const {
+    if (!kIsFiltered) return is_own(id);
+    const float g = exact::sub(score, shared.results[c].best);
+    return is_own(id) && is_kept(rank_key(g, id), kept.search) &&
+           (!kept.least_weight || exact::integer_weight(g) >= kept.least_weight);
+  }
+  // Of a lane's tokens the best score and, among those that are kept, the choice. A bound of each sum of score and
+  // noise takes a tenth of the time of the sum. So a lane computes the sum of the token whose bound is highest, and
+  // those of all its tokens only if the second highest bound might hide a better one than the warp has.
+  template <bool kIsFiltered>
+  __device__ __forceinline__ Proposal noisy_choice(u32 c) const {
+    const float temperature = args.params[c].temperature;
+    const Noise noise = noise_of(c);
+    Kept kept{};
+    if constexpr (kIsFiltered)
+      kept = {shared.search[c],
+              static_cast<u64>(args.params[c].min_p_steps) << (sampling::kWeightBits - sampling::kFractionBits)};
+    const float none = __uint_as_float(0xFF800000u);
+    float highest = none, second = none, score_of_highest = 0.0f;
+    u32 id_of_highest = 0, word_of_highest = 0, best = 0;
+    for_own_quads(c, [&](u32 quad, const Quad& scores) {
+      const exact::Words words = noise.words(quad);
+#pragma unroll(kIsFiltered ? 1 : 4)
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 id = 4 * quad + k, word = Noise::word(words, k);
+        const float score = exact::div(scores.get(k), temperature);
+        if (!stays<kIsFiltered>(c, kept, id, score)) continue;
+        const u32 key = exact::order_key(score);
+        best = key > best ? key : best;
+        const float bound = score + Noise::bound(word);
+        const bool is_highest = bound > highest;
+        second = is_highest ? highest : bound > second ? bound : second;
+        highest = is_highest ? bound : highest;
+        score_of_highest = is_highest ? score : score_of_highest;
+        id_of_highest = is_highest ? id : id_of_highest;
+        word_of_highest = is_highest ? word : word_of_highest;
       }
-    }
-    reduce_groups(c, best, choice);
-  }
-
-  // All threads; two copies let the next query write while this one is read.
-  __device__ __forceinline__ void reduce_groups(u32 c, u32 best, u64 choice) {
-    auto& reduce = shared.reduce;
-    reduce.best[c & 1][t] = best;
-    reduce.choice[c & 1][t] = choice;
-    grid.block_sync();
-    if (t >= SampleShared::kGroups) return;
+    });
+    const float sum = exact::add(score_of_highest, exact::gumbel_of_word(word_of_highest));
+    u64 choice = highest > none ? candidate(sum, id_of_highest) : 0;
+    const float of_warp = exact::value_of_key(static_cast<u32>(warp_max(choice) >> 32));
+    if (warp_max(second > none && !(second + slack(second) < of_warp)))
+      for_own_quads(c, [&](u32 quad, const Quad& scores) {
+        const exact::Words words = noise.words(quad);
 #pragma unroll 1
-    for (u32 i = 0; i < SampleShared::kGroup; ++i) {
-      // Neighbouring threads read neighbouring banks.
-      const u32 from = t + i * SampleShared::kGroups;
-      best = best > reduce.best[c & 1][from] ? best : reduce.best[c & 1][from];
-      choice = larger(choice, reduce.choice[c & 1][from]);
-    }
-    reduce.group_best[c][t] = best;
-    reduce.group_choice[c][t] = choice;
+        for (u32 k = 0; k < 4; ++k) {
+          const float score = exact::div(scores.get(k), temperature);
+          if (!stays<kIsFiltered>(c, kept, 4 * quad + k, score)) continue;
+          const float noisy = exact::add(score, exact::gumbel_of_word(Noise::word(words, k)));
+          choice = larger(choice, candidate(noisy, 4 * quad + k));
+        }
+      });
+    return {choice, best};
+  }
+  // A lane's proposal; the warp's is kept for `exchange`.
+  __device__ __forceinline__ void propose(u32 c, Proposal own) {
+    own.best = static_cast<u32>(warp_max(own.best));
+    own.choice = warp_max(own.choice);
+    if (lane == 0) shared.proposals[c][warp & ((1u << team_bits) - 1)] = own;
   }
 
-  // Every block's groups to all blocks: the results are in the first entries of `reduce`, by query.
-  __device__ __forceinline__ void exchange() {
-    auto& reduce = shared.reduce;
-    auto& records = scratch.records[epochs.exchanges++ & 1];
+  // Every block's proposals to all blocks, each with its own flag; one lane settles a query. Ends with a barrier.
+  template <class Settle>
+  __device__ __forceinline__ void exchange(const Settle& settle) {
+    constexpr u32 kEach = (kNumBlocks + 31) / 32;
+    const u32 flag = ++epochs.exchanges << 1;
+    auto& records = scratch.records[epochs.exchanges & 1];
     grid.block_sync();
-    if (t < args.queries) {
+#pragma unroll 1
+    for (u32 c = warp; c < args.queries; c += kWarps) {
+      const Proposal own = lane < 1u << team_bits ? shared.proposals[c][lane] : Proposal{};
+      const u32 best = static_cast<u32>(warp_max(own.best));
+      const u64 choice = warp_max(own.choice);
+      if (lane == 0)
+        store_exchanged(&records[c][grid.block()], make_uint4(best, static_cast<u32>(choice),
+                                                              static_cast<u32>(choice >> 32), flag | args.note));
+    }
+#pragma unroll 1
+    for (u32 c = warp; c < args.queries; c += kWarps) {
+      uint4 record[kEach] = {};
+      bool ready;
+      do {
+        ready = true;
+#pragma unroll
+        for (u32 i = 0; i < kEach; ++i) {
+          const u32 b = lane + 32 * i;
+          if (b >= grid.num_blocks()) continue;
+          record[i] = load_exchanged(&records[c][b]);
+          ready = ready && (record[i].w | 1) == (flag | 1);
+        }
+      } while (!ready);
+      grid.acquire();
       u32 best = 0;
       u64 choice = 0;
-#pragma unroll 1
-      for (u32 i = 0; i < SampleShared::kGroups; ++i) {
-        best = best > reduce.group_best[t][i] ? best : reduce.group_best[t][i];
-        choice = larger(choice, reduce.group_choice[t][i]);
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i) {
+        best = best > record[i].x ? best : record[i].x;
+        choice = larger(choice, static_cast<u64>(record[i].z) << 32 | record[i].y);
       }
-      records[t][grid.block()] =
-          make_uint4(best, static_cast<u32>(choice), static_cast<u32>(choice >> 32), args.note);
+      best = static_cast<u32>(warp_max(best));
+      choice = warp_max(choice);
+      if (lane == 0) settle(c, best, choice);
+      if (lane == 0 && c == 0) shared.note = record[0].w & 1;
     }
-    grid.sync();
-    const u32 c = t / kLanes, lane = t % kLanes;
-    u32 best = 0;
-    u64 choice = 0;
-    if (c < args.queries) {
-#pragma unroll 1
-      for (u32 b = lane; b < grid.num_blocks(); b += kLanes) {
-        const uint4 record = load_exchanged(&records[c][b]);
-        best = best > record.x ? best : record.x;
-        choice = larger(choice, static_cast<u64>(record.z) << 32 | record.y);
-        if (b == 0 && c == 0) shared.note = record.w;
-      }
-    }
-    reduce.best[1][t] = best;
-    reduce.choice[1][t] = choice;
     grid.block_sync();
-    if (t < args.queries) {
-      // Thread t read records of another query; now it serves query t.
-      best = 0;
-      choice = 0;
-#pragma unroll 1
-      for (u32 i = 0; i < kLanes; ++i) {
-        const u32 from = t * kLanes + i;
-        best = best > reduce.best[1][from] ? best : reduce.best[1][from];
-        choice = larger(choice, reduce.choice[1][from]);
-      }
-      reduce.best[0][t] = best;
-      reduce.choice[0][t] = choice;
-    }
   }
-
-  // Thread c settles query c.
-  __device__ __forceinline__ void settle_best() {
-    if (t < args.queries) {
-      const float best = exact::value_of_key(shared.reduce.best[0][t]);
-      const bool fine = exact::is_finite(best);
-      const u32 id = ~static_cast<u32>(shared.reduce.choice[0][t]);
-      shared.results[t] = {fine ? id : 0, fine ? kSampled : kBadLogits, best};
-    }
-    grid.block_sync();
+  __device__ __forceinline__ void settle(u32 c, float best, u64 choice) {
+    const bool fine = exact::is_finite(best);
+    shared.results[c] = {fine ? id_of(choice) : 0, fine ? kSampled : kBadLogits, best};
   }
 
   // Filters ---------------------------------------------------------------------------------------
@@ -414,19 +494,35 @@ class TokenChoice {
   // Ascending from the best token; equal for equal gaps only, which are what filters.py ranks by. In
   // units of 2^-15 below 32, which spreads the tokens that matter over the first digits; then the
   // gap's bits for what is equal so far. Within one unit those differ in their low 30 bits only.
-  static constexpr u32 kUnitBits = 20, kBitsLeft = 30;
-  static_assert(kUnitBits + kBitsLeft == kSampleDigits * kSampleDigitBits, "digits of the rank key");
-  static __device__ __forceinline__ u64 rank_key(float gap) {
+  static constexpr u32 kUnitBits = 20, kBitsLeft = 30, kDigits = kSampleGapDigits + kSampleIdDigits;
+  static_assert(kUnitBits + kBitsLeft == kSampleGapDigits * kSampleDigitBits, "digits of a gap");
+  static __device__ __forceinline__ RankKey rank_key(float gap, u32 id) {
     const u32 bits = __float_as_uint(gap) & 0x7FFFFFFFu;
     const u32 units = __float2uint_rz(exact::mul(__uint_as_float(bits), 32768.0f));
     const u64 high = min_u32(units, (1u << kUnitBits) - 1);
-    return high << kBitsLeft | (bits & ((1u << kBitsLeft) - 1));
+    return {high << kBitsLeft | (bits & ((1u << kBitsLeft) - 1)), id};
   }
-  static __device__ __forceinline__ u64 prefix_of(u64 key, u32 digits) {
-    return key >> (kSampleDigits - digits) * kSampleDigitBits;
+  // Its first digits: of the gap, then of the id.
+  static __device__ __forceinline__ RankKey leading(const RankKey& key, u32 digits) {
+    const u32 of_gap = min_u32(digits, kSampleGapDigits), of_id = digits - of_gap;
+    return {key.gap >> (kSampleGapDigits - of_gap) * kSampleDigitBits,
+            key.id >> (kSampleIdDigits - of_id) * kSampleDigitBits};
   }
-  __device__ __forceinline__ float gap(u32 c, const float* x, u32 id) const {
-    return exact::sub(exact::div(x[id], args.params[c].temperature), shared.results[c].best);
+  static __device__ __forceinline__ bool begins_with(const RankKey& key, const SampleSearch& search) {
+    const RankKey own = leading(key, search.digits);
+    return own.gap == search.prefix.gap && own.id == search.prefix.id;
+  }
+  static __device__ __forceinline__ bool is_kept(const RankKey& key, const SampleSearch& search) {
+    const RankKey own = leading(key, search.digits);
+    return own.gap < search.prefix.gap || (own.gap == search.prefix.gap && own.id <= search.prefix.id);
+  }
+  // The digit after the first ones.
+  static __device__ __forceinline__ u32 digit_after(const RankKey& key, u32 digits) {
+    const RankKey own = leading(key, digits + 1);
+    return (digits < kSampleGapDigits ? static_cast<u32>(own.gap) : own.id) % kSampleBins;
+  }
+  __device__ __forceinline__ float gap(u32 c, float x) const {
+    return exact::sub(exact::div(x, args.params[c].temperature), shared.results[c].best);
   }
   // The least integer of at least steps / 2^24 of the total.
   static __device__ __forceinline__ u64 share(u32 steps, u64 total) {
@@ -443,14 +539,15 @@ class TokenChoice {
     return any;
   }
 
-  __device__ __forceinline__ void run_filters() {
+  __device__ __forceinline__ bool is_chosen_filtered(u32 c) const {
+    return has_filter(c) && shared.results[c].status == kSampled;
+  }
+  __device__ __forceinline__ void find_borders() {
     if (t < args.queries) {
       const SampleParams& p = args.params[t];
-      const bool is_sought = !has_filter(t) || shared.results[t].status != kSampled;
       SampleSearch search{};
-      search.num_ties = kAllTies;
       search.needed = p.top_k;
-      search.stage = is_sought ? kSought : p.top_k ? kSeekCount : p.top_p_steps ? kSeekShare : kSought;
+      search.stage = !is_chosen_filtered(t) ? kSought : p.top_k ? kSeekCount : p.top_p_steps ? kSeekShare : kSought;
       shared.search[t] = search;
     }
     grid.block_sync();
@@ -464,17 +561,7 @@ class TokenChoice {
         zero(scratch.more[epochs.passes]);
         pass(first, more);
       }
-      exchange_ties();
     }
-#pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) {
-      const bool is_chosen_here = has_filter(c) && shared.results[c].status == kSampled;
-      reduce_groups(c, 0, is_chosen_here ? best_survivor(c) : 0);
-    }
-    exchange();
-    if (t < args.queries && has_filter(t) && shared.results[t].status == kSampled)
-      shared.results[t].token = ~static_cast<u32>(shared.reduce.choice[0][t]);
-    grid.block_sync();
   }
 
   __device__ __forceinline__ void zero(SampleBin (&bins)[kMaxQueries][kSampleBins]) {
@@ -490,221 +577,153 @@ class TokenChoice {
                                        SampleBin (&bins)[kMaxQueries][kSampleBins]) {
 #pragma unroll 1
     for (u32 c = 0; c < args.queries; ++c)
-      if (is_open(c)) add_to_bins(c, bins[c]);
+      if (is_open(c) && !shared.search[c].digits) count_all(c, bins[c]);
+    for_own_queries([&](u32 c) {
+      if (is_open(c) && shared.search[c].digits) count_border(c, bins[c]);
+    });
     grid.sync();
 #pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) {
-      bool again = is_open(c);
-      while (again) {
-        find_bin(c, shared.search[c].digits ? bins[c] : first[c]);
-        if (t == 0) shared.again = narrow(c);
-        grid.block_sync();
-        again = shared.again;
-      }
-    }
+    for (u32 c = warp; c < args.queries; c += kWarps)
+      if (is_open(c)) narrow(c, first[c], bins[c]);
+    grid.block_sync();
   }
 
-  // Counts and weights by the next digit, of tokens that share the digits found so far.
-  __device__ __forceinline__ void add_to_bins(u32 c, SampleBin* bins) {
+  static __device__ __forceinline__ void add(SampleBin& bin, u32 count, u64 weight) {
+    atomicAdd(&bin.count, count);
+    if (weight) atomicAdd(&bin.weight, weight);
+  }
+  // Counts and weights of all tokens by their first digit, summed in the block first: many share a bin.
+  __device__ __forceinline__ void count_all(u32 c, SampleBin* bins) {
     auto& own = shared.bins;
 #pragma unroll 1
     for (u32 i = t; i < kSampleBins; i += kThreads) {
-      own.weight[i] = 0;
       own.count[i] = 0;
+      own.low[i] = 0;
+      own.high[i] = 0;
     }
     grid.block_sync();
     const float* x = scores(c);
-    const u32 digits = shared.search[c].digits;
-    const u64 prefix = shared.search[c].prefix;
+    u32 id = row_begin + t;
+    float next = is_own(id) ? x[id] : 0.0f;
 #pragma unroll 1
-    for (u32 id = args.row_begin + t; id < args.row_end; id += kThreads) {
-      const float g = gap(c, x, id);
-      const u64 key = rank_key(g);
-      if (prefix_of(key, digits) != prefix) continue;
-      const u32 bin = static_cast<u32>(prefix_of(key, digits + 1)) % kSampleBins;
+    for (; id < row_end; id += kThreads) {
+      const float g = gap(c, next);
+      next = is_own(id + kThreads) ? x[id + kThreads] : 0.0f;
+      const u32 bin = digit_after(rank_key(g, id), 0);
       atomicAdd(&own.count[bin], 1u);
       const u64 weight = exact::integer_weight(g);
-      if (weight) atomicAdd(&own.weight[bin], weight);
+      if (!weight) continue;
+      atomicAdd(&own.low[bin], static_cast<u32>(weight) & 0xFFFFu);
+      atomicAdd(&own.high[bin], static_cast<u32>(weight >> 16));
     }
     grid.block_sync();
 #pragma unroll 1
-    for (u32 i = t; i < kSampleBins; i += kThreads) {
-      if (!own.count[i]) continue;
-      atomicAdd(&bins[i].count, own.count[i]);
-      if (own.weight[i]) atomicAdd(&bins[i].weight, own.weight[i]);
-    }
+    for (u32 i = t; i < kSampleBins; i += kThreads)
+      if (own.count[i]) add(bins[i], own.count[i], (static_cast<u64>(own.high[i]) << 16) + own.low[i]);
     // The next query's zeros come from the thread that has just read the same bins.
   }
+  // By the next digit, of the few tokens that share the digits found so far. By a team.
+  __device__ __forceinline__ void count_border(u32 c, SampleBin* bins) const {
+    const SampleSearch search = shared.search[c];
+    for_own_quads(c, [&](u32 quad, const Quad& scores) {
+#pragma unroll 1
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 id = 4 * quad + k;
+        const float g = gap(c, scores.get(k));
+        const RankKey key = rank_key(g, id);
+        if (is_own(id) && begins_with(key, search))
+          add(bins[digit_after(key, search.digits)], 1, exact::integer_weight(g));
+      }
+    });
+  }
 
-  struct Sums {
-    u64 weight, total_weight;
+  // A bin that the border may lie in, and what lies before it.
+  struct Border {
+    u64 weight, above_weight, needed;
+    u32 count, above_count, bin;
+  };
+  struct Counted {
+    u64 weight;
     u32 count;
   };
-  // Sums over the threads before this one; the total of weights. All threads; ends with a barrier.
-  __device__ __forceinline__ Sums sums_before(u32 count, u64 weight) {
-    auto& scan = shared.scan;
-    constexpr u32 kGroup = SampleShared::kGroup;
-    scan.count[t] = count;
-    scan.weight[t] = weight;
-    grid.block_sync();
-    if (t < SampleShared::kGroups) {
-      u32 group_count = 0;
-      u64 group_weight = 0;
-#pragma unroll 1
-      for (u32 i = 0; i < kGroup; ++i) {
-        group_count += scan.count[t * kGroup + i];
-        group_weight += scan.weight[t * kGroup + i];
-      }
-      scan.group_count[t] = group_count;
-      scan.group_weight[t] = group_weight;
-    }
-    grid.block_sync();
-    Sums sums{};
-#pragma unroll 1
-    for (u32 i = 0; i < SampleShared::kGroups; ++i) {
-      const bool is_before = i < t / kGroup;
-      sums.total_weight += scan.group_weight[i];
-      sums.weight += is_before ? scan.group_weight[i] : 0;
-      sums.count += is_before ? scan.group_count[i] : 0;
-    }
-#pragma unroll 1
-    for (u32 i = t / kGroup * kGroup; i < t; ++i) {
-      sums.weight += scan.weight[i];
-      sums.count += scan.count[i];
-    }
-    grid.block_sync();
-    return sums;
+  static __device__ __forceinline__ Counted load_bin(const SampleBin* bin) {
+    const uint4 raw = load_exchanged(bin);
+    return {static_cast<u64>(raw.y) << 32 | raw.x, raw.z};
   }
-
-  // The bin in which the kept tokens reach what is needed, in shared.found; ends with a barrier.
-  __device__ __forceinline__ void find_bin(u32 c, const SampleBin* bins) {
-    const SampleSearch& search = shared.search[c];
-    SampleBin own[kBinsPerThread];
-    u32 count = 0;
-    u64 weight = 0;
-#pragma unroll
-    for (u32 i = 0; i < kBinsPerThread; ++i) {
-      const uint4 raw = load_exchanged(&bins[t * kBinsPerThread + i]);
-      own[i] = {static_cast<u64>(raw.y) << 32 | raw.x, raw.z, 0};
-      count += own[i].count;
-      weight += own[i].weight;
+  // The lane in whose part the kept tokens reach what is needed: `border` becomes that part, its bin that lane. By a warp.
+  __device__ __forceinline__ void find_part(const Counted& part, bool by_count, Border& border) const {
+    const u64 weights = warp_sum(part.weight);
+    const u32 counts = static_cast<u32>(warp_sum(part.count));
+    const u64 above_weight = border.above_weight + weights - part.weight;
+    const u32 above_count = border.above_count + counts - part.count;
+    const u64 above = by_count ? above_count : above_weight, here = by_count ? part.count : part.weight;
+    const bool is_here = above < border.needed && above + here >= border.needed;
+    const u32 found = static_cast<u32>(warp_max(is_here ? lane + 1 : 0)) - 1;
+    border = {grid.from_lane(part.weight, found), grid.from_lane(above_weight, found), border.needed,
+              static_cast<u32>(grid.from_lane(part.count, found)),
+              static_cast<u32>(grid.from_lane(above_count, found)), found};
+  }
+  // The bin in which the kept tokens reach what is needed. By a warp.
+  __device__ __forceinline__ Border find_bin(u32 c, const SampleSearch& search, const SampleBin* bins) const {
+    constexpr u32 kEach = kSampleBins / 32;
+    Counted part{};
+#pragma unroll 8
+    for (u32 i = 0; i < kEach; ++i) {
+      const Counted bin = load_bin(&bins[lane * kEach + i]);
+      part.weight += bin.weight;
+      part.count += bin.count;
     }
-    const Sums before = sums_before(count, weight);
     const bool by_count = search.stage == kSeekCount;
-    const u64 needed = search.stage == kSeekShare
-                           ? share(args.params[c].top_p_steps, before.total_weight)
-                           : search.needed;
-    u32 above_count = search.above_count + before.count;
-    u64 above_weight = search.above_weight + before.weight;
-#pragma unroll
-    for (u32 i = 0; i < kBinsPerThread; ++i) {
-      const u64 above = by_count ? above_count : above_weight;
-      const u64 here = by_count ? own[i].count : own[i].weight;
-      if (above < needed && above + here >= needed) {
-        shared.found = own[i];
-        shared.found_bin = t * kBinsPerThread + i;
-        shared.found_above_count = above_count;
-        shared.found_above_weight = above_weight;
-        shared.found_needed = needed;
-      }
-      above_count += own[i].count;
-      above_weight += own[i].weight;
-    }
-    grid.block_sync();
+    Border border{};
+    border.above_weight = search.above_weight;
+    border.above_count = search.above_count;
+    border.needed = search.needed;
+    if (search.stage == kSeekShare)
+      border.needed = share(args.params[c].top_p_steps, grid.from_lane(warp_sum(part.weight), 31));
+    find_part(part, by_count, border);
+    const u32 begin = border.bin * kEach;
+    static_assert(kEach == 32, "a lane for each bin of a part");
+    find_part(load_bin(&bins[begin + lane]), by_count, border);
+    border.bin += begin;
+    return border;
   }
 
-  // One thread: one digit more. Returns whether the search starts over, with `first`.
-  __device__ __forceinline__ bool narrow(u32 c) {
-    SampleSearch& search = shared.search[c];
-    const SampleBin bin = shared.found;
-    const u32 top_p_steps = args.params[c].top_p_steps;
-    search.prefix = search.prefix << kSampleDigitBits | shared.found_bin;
+  // One digit more of a query; two where top_p starts over. By a warp.
+  __device__ __forceinline__ void narrow(u32 c, const SampleBin* first, const SampleBin* bins) {
+    SampleSearch search = shared.search[c];
+    bool starts_over;
+#pragma unroll 1
+    do {
+      const Border border = find_bin(c, search, search.digits ? bins : first);
+      starts_over = take_digit(search, border, args.params[c].top_p_steps);
+    } while (starts_over);
+    if (lane == 0) shared.search[c] = search;
+  }
+  // Returns whether the search starts over, with `first`.
+  static __device__ __forceinline__ bool take_digit(SampleSearch& search, const Border& border, u32 top_p_steps) {
+    if (search.digits < kSampleGapDigits) search.prefix.gap = search.prefix.gap << kSampleDigitBits | border.bin;
+    else search.prefix.id = search.prefix.id << kSampleDigitBits | border.bin;
     search.digits += 1;
-    search.above_count = shared.found_above_count;
-    search.above_weight = shared.found_above_weight;
-    search.needed = shared.found_needed;
-    const bool is_last = search.digits == kSampleDigits;
+    search.above_count = border.above_count;
+    search.above_weight = border.above_weight;
+    search.needed = border.needed;
     if (search.stage == kSeekCount) {
       const u32 kept = static_cast<u32>(search.needed) - search.above_count;
       // Weightless tokens change no total, and top_p leaves them out anyway.
-      const bool is_weightless = top_p_steps && bin.weight == 0;
-      if (kept < bin.count && !is_last && !is_weightless) return false;
+      const bool is_weightless = top_p_steps && border.weight == 0;
+      if (kept < border.count && !is_weightless) return false;
       if (!top_p_steps) {
-        search.num_ties = kept < bin.count ? kept : kAllTies;
         search.stage = kSought;
         return false;
       }
-      const u64 weight = kept < bin.count ? bin.weight / bin.count * kept : bin.weight;
-      const u64 needed = share(top_p_steps, search.above_weight + weight);
+      const u64 needed = share(top_p_steps, search.above_weight + border.weight);
       search = SampleSearch{};
       search.needed = needed;
-      search.num_ties = kAllTies;
       search.stage = kSeekWeight;
       return true;
     }
-    search.stage = kSeekWeight;
-    if (bin.count > 1 && !is_last) return false;
-    const u64 each = bin.weight / bin.count;
-    const u32 kept = static_cast<u32>((search.needed - search.above_weight + each - 1) / each);
-    search.num_ties = kept < bin.count ? kept : kAllTies;
-    search.stage = kSought;
+    search.stage = border.count > 1 ? kSeekWeight : kSought;
     return false;
-  }
-
-  __device__ __forceinline__ u32 num_own_ties(u32 c) const {
-    const float* x = scores(c);
-    const SampleSearch& search = shared.search[c];
-    u32 ties = 0;
-#pragma unroll 1
-    for (u32 id = own_begin(); id < own_end(); ++id)
-      ties += prefix_of(rank_key(gap(c, x, id)), search.digits) == search.prefix;
-    return ties;
-  }
-
-  // Where only some of equal tokens are kept: how many of them lie in each block.
-  __device__ __forceinline__ void exchange_ties() {
-    bool any = false;
-#pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) {
-      if (shared.search[c].num_ties == kAllTies) continue;
-      any = true;
-      const Sums sums = sums_before(0, num_own_ties(c));
-      if (t == 0) scratch.ties[c][grid.block()] = static_cast<u32>(sums.total_weight);
-    }
-    if (any) grid.sync();
-  }
-
-  // Equal tokens at the border with lower ids than this thread's.
-  __device__ __forceinline__ u32 ties_before(u32 c) {
-    u64 in_lower_blocks = 0;
-#pragma unroll 1
-    for (u32 b = 4 * t; b < grid.block(); b += 4 * kThreads) {
-      const uint4 four = load_exchanged(&scratch.ties[c][b]);
-      in_lower_blocks += four.x + (b + 1 < grid.block() ? four.y : 0) +
-                         (b + 2 < grid.block() ? four.z : 0) + (b + 3 < grid.block() ? four.w : 0);
-    }
-    const Sums sums = sums_before(num_own_ties(c), in_lower_blocks);
-    return sums.count + static_cast<u32>(sums.total_weight);
-  }
-
-  __device__ __forceinline__ u64 best_survivor(u32 c) {
-    const SampleSearch search = shared.search[c];
-    const u64 least_weight = static_cast<u64>(args.params[c].min_p_steps)
-                             << (sampling::kWeightBits - sampling::kFractionBits);
-    const float* x = scores(c);
-    u32 tie = search.num_ties == kAllTies ? 0 : ties_before(c);
-    u64 choice = 0;
-#pragma unroll 1
-    for (u32 id = own_begin(); id < own_end(); ++id) {
-      const float g = gap(c, x, id);
-      const u64 prefix = prefix_of(rank_key(g), search.digits);
-      if (prefix > search.prefix) continue;
-      if (prefix == search.prefix && tie++ >= search.num_ties) continue;
-      if (exact::integer_weight(g) < least_weight) continue;
-      const float score = exact::div(x[id], args.params[c].temperature);
-      choice = larger(choice, candidate(exact::add(score, noise(c, id)), id));
-    }
-    return choice;
   }
 };
 
