@@ -70,7 +70,7 @@ def sampling_words() -> str:
 
 def sample_workspace_bytes(blocks: int) -> int:
     """Size of the CUDA struct SampleWorkspace, which asserts that it is this."""
-    histograms, records = 5 * 1024 * 16, 2 * blocks * 16
+    histograms, records = 5 * (1024 + 32) * 16, 2 * blocks * 16
     scratch, arrivals = MAX_QUERIES * (histograms + records), 4
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (scratch, arrivals))
 

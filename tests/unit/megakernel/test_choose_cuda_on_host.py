@@ -55,6 +55,8 @@ u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
 inline void __threadfence() {}
 u64 __shfl_sync(u32 mask, u64 value, u32 lane);
+u32 __reduce_max_sync(u32 mask, u32 value);
+u32 __reduce_add_sync(u32 mask, u32 value);
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 template <class M> inline float* all_logits(u8* workspace, u32 query);
@@ -98,12 +100,21 @@ void sync_consumers() { pause(kAtBlock); }
 static u32 own_id() { return (rank * kNumBlocks + blockIdx.x) * kConsumerThreads + threadIdx.x; }
 static u64 lane_values[2][kAll];
 static u32 lane_turns[kAll];
-u64 __shfl_sync(u32, u64 value, u32 lane) {
+static const u64* lanes(u64 value) {
   const u32 id = own_id();
   u64* values = lane_values[lane_turns[id]++ & 1];
   values[id] = value;
   pause(kAtWarp);
-  return values[id / 32 * 32 + lane];
+  return values + id / 32 * 32;
+}
+u64 __shfl_sync(u32, u64 value, u32 lane) { return lanes(value)[lane]; }
+u32 __reduce_max_sync(u32, u32 value) {
+  const u64* values = lanes(value);
+  return *std::max_element(values, values + 32);
+}
+u32 __reduce_add_sync(u32, u32 value) {
+  const u64* values = lanes(value);
+  return std::accumulate(values, values + 32, 0u);
 }
 uint4 load_exchanged(const void* p) {
   random_state = random_state * 1664525u + 1013904223u;

@@ -40,10 +40,12 @@ BAD_LOGITS = 1
 MEMORY = r"""
 #pragma once
 #include <ucontext.h>
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #define __device__
 #define __forceinline__ inline
 #define __align__(n) alignas(n)
@@ -110,11 +112,21 @@ struct Grid {
   u32 id;
   void pause(State state) { pause_thread(id, state); }
   void acquire() {}
-  u64 from_lane(u64 value, u32 lane) const {
+  // Of all lanes of the warp.
+  const u64* lanes(u64 value) const {
     u64* values = lane_values[lane_turns[id]++ & 1];
     values[id] = value;
     pause_thread(id, kAtWarp);
-    return values[id / 32 * 32 + lane];
+    return values + id / 32 * 32;
+  }
+  u64 from_lane(u64 value, u32 lane) const { return lanes(value)[lane]; }
+  u32 warp_max(u32 value) const {
+    const u64* values = lanes(value);
+    return *std::max_element(values, values + 32);
+  }
+  u32 warp_add(u32 value) const {
+    const u64* values = lanes(value);
+    return std::accumulate(values, values + 32, 0u);
   }
   void block_sync() { pause(kAtBlock); }
   void sync() { pause(kAtGrid); }

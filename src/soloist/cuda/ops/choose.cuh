@@ -33,6 +33,8 @@ struct WholeGrid {
   __device__ __forceinline__ void block_sync() { sync_consumers(); }
   __device__ __forceinline__ void acquire() { __threadfence(); }  // pairs with that of `head`
   __device__ __forceinline__ u64 from_lane(u64 value, u32 lane) const { return __shfl_sync(~0u, value, lane); }
+  __device__ __forceinline__ u32 warp_max(u32 value) const { return __reduce_max_sync(~0u, value); }
+  __device__ __forceinline__ u32 warp_add(u32 value) const { return __reduce_add_sync(~0u, value); }
   // Thread 0 speaks for its block: what the others wrote before the first block barrier is released
   // with its arrival, and what it acquires is theirs after the second.
   __device__ __forceinline__ void sync() {

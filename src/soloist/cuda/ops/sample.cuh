@@ -10,13 +10,14 @@
 //   void block_sync()  barrier over the consumer threads of this block
 //   void acquire()     after a record was read: what its block had written before it is seen
 //   u64 from_lane(u64 value, u32 lane)            the value of that lane of the warp
+//   u32 warp_max(u32 value), warp_add(u32 value)  over the warp
 //   u32 block(), num_blocks(), thread()           num_blocks() <= kNumBlocks
 //
 // spec.cuh gives kNumBlocks, kConsumerThreads (32 times a power of two), kMaxQueries, the
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
 //
 // Barriers over the grid, shared by all queries: none without top_k and top_p; otherwise one for each
-// digit of the slowest query (mostly 1 to 3; at most 8, or 15 with both top_k and top_p).
+// digit of the slowest query (mostly 1 to 3; at most 9, or 17 with both top_k and top_p).
 //
 // Loops stay rolled, or the code would be several times as large and need more registers.
 #pragma once
@@ -50,12 +51,19 @@ struct SampleResult {
 
 constexpr u32 kSampleDigitBits = 10;
 constexpr u32 kSampleBins = 1u << kSampleDigitBits;
-constexpr u32 kSampleGapDigits = 5, kSampleIdDigits = 3;
+constexpr u32 kSampleGapDigits = 6, kSampleIdDigits = 3;
 
 struct __align__(16) SampleBin {
   u64 weight;
   u32 count;
   u32 unused;
+};
+
+// Tokens by a digit; the sums of 32 neighbouring bins tell a warp where to look.
+struct SampleHistogram {
+  static constexpr u32 kParts = kSampleBins / 32;
+  SampleBin bins[kSampleBins];
+  SampleBin parts[kParts];
 };
 
 // Global memory, zeroed by the host at launch.
@@ -64,8 +72,8 @@ struct __align__(16) SampleBin {
 // nobody reads or adds: a copy is zeroed after all blocks have published a record or met at a barrier
 // since it was read, and one barrier before its next use. `records` alternates for the same reason.
 struct __align__(128) SampleScratch {
-  SampleBin first[2][kMaxQueries][kSampleBins];
-  SampleBin more[3][kMaxQueries][kSampleBins];
+  SampleHistogram first[2][kMaxQueries];
+  SampleHistogram more[3][kMaxQueries];
   uint4 records[2][kMaxQueries][kNumBlocks];
 };
 
@@ -217,6 +225,10 @@ class TokenChoice {
       use(quad, scores);
     }
   }
+  // x / temperature of each; most often by 1, which takes no time.
+  static __device__ __forceinline__ float scaled(float x, float temperature) {
+    return temperature == 1.0f ? x : exact::div(x, temperature);
+  }
   struct Quad {
     float x[4];
 
@@ -233,9 +245,8 @@ class TokenChoice {
   // Warps ---------------------------------------------------------------------------------------
 
   __device__ __forceinline__ u64 warp_max(u64 value) const {
-#pragma unroll 1
-    for (u32 o = 16; o; o /= 2) value = larger(value, grid.from_lane(value, lane ^ o));
-    return value;
+    const u32 own = static_cast<u32>(value >> 32), high = grid.warp_max(own);
+    return static_cast<u64>(high) << 32 | grid.warp_max(own == high ? static_cast<u32>(value) : 0);
   }
   // Of this lane and those before it.
   __device__ __forceinline__ u64 warp_sum(u64 value) const {
@@ -340,7 +351,7 @@ class TokenChoice {
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) {
         const u32 id = 4 * quad + k;
-        if (is_own(id)) choice = larger(choice, candidate(exact::div(scores.x[k], temperature), id));
+        if (is_own(id)) choice = larger(choice, candidate(scaled(scores.x[k], temperature), id));
       }
     });
     return {choice, static_cast<u32>(choice >> 32)};
@@ -396,20 +407,23 @@ class TokenChoice {
       kept = {shared.search[c],
               static_cast<u64>(args.params[c].min_p_steps) << (sampling::kWeightBits - sampling::kFractionBits)};
     const float none = __uint_as_float(0xFF800000u);
-    float highest = none, second = none, score_of_highest = 0.0f;
-    u32 id_of_highest = 0, word_of_highest = 0, best = 0;
-    for_own_quads(c, [&](u32 quad, const Quad& scores) {
+    float highest = none, second = none, score_of_highest = 0.0f, best = none;
+    u32 id_of_highest = 0, word_of_highest = 0;
+    bool is_nan = false;
+    for_own_quads(c, [&](u32 quad, Quad scores) {
       const exact::Words words = noise.words(quad);
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) scores.x[k] = scaled(scores.x[k], temperature);
+      // Without a branch where nothing is filtered: then the four are computed side by side.
 #pragma unroll(kIsFiltered ? 1 : 4)
       for (u32 k = 0; k < 4; ++k) {
         const u32 id = 4 * quad + k, word = Noise::word(words, k);
-        const float score = exact::div(scores.get(k), temperature);
-        if (!stays<kIsFiltered>(c, kept, id, score)) continue;
-        const u32 key = exact::order_key(score);
-        best = key > best ? key : best;
-        const float bound = score + Noise::bound(word);
+        const bool counts = stays<kIsFiltered>(c, kept, id, scores.get(k));
+        const float score = counts ? scores.get(k) : none, bound = score + Noise::bound(word);
+        is_nan = is_nan || score != score;
+        best = fmaxf(best, score);
         const bool is_highest = bound > highest;
-        second = is_highest ? highest : bound > second ? bound : second;
+        second = fmaxf(second, is_highest ? highest : bound);
         highest = is_highest ? bound : highest;
         score_of_highest = is_highest ? score : score_of_highest;
         id_of_highest = is_highest ? id : id_of_highest;
@@ -419,22 +433,22 @@ class TokenChoice {
     const float sum = exact::add(score_of_highest, exact::gumbel_of_word(word_of_highest));
     u64 choice = highest > none ? candidate(sum, id_of_highest) : 0;
     const float of_warp = exact::value_of_key(static_cast<u32>(warp_max(choice) >> 32));
-    if (warp_max(second > none && !(second + slack(second) < of_warp)))
+    if (grid.warp_max(second > none && !(second + slack(second) < of_warp)))
       for_own_quads(c, [&](u32 quad, const Quad& scores) {
         const exact::Words words = noise.words(quad);
 #pragma unroll 1
         for (u32 k = 0; k < 4; ++k) {
-          const float score = exact::div(scores.get(k), temperature);
+          const float score = scaled(scores.get(k), temperature);
           if (!stays<kIsFiltered>(c, kept, 4 * quad + k, score)) continue;
           const float noisy = exact::add(score, exact::gumbel_of_word(Noise::word(words, k)));
           choice = larger(choice, candidate(noisy, 4 * quad + k));
         }
       });
-    return {choice, best};
+    return {choice, is_nan ? ~0u : exact::order_key(best)};  // a NaN is above everything
   }
   // A lane's proposal; the warp's is kept for `exchange`.
   __device__ __forceinline__ void propose(u32 c, Proposal own) {
-    own.best = static_cast<u32>(warp_max(own.best));
+    own.best = grid.warp_max(own.best);
     own.choice = warp_max(own.choice);
     if (lane == 0) shared.proposals[c][warp & ((1u << team_bits) - 1)] = own;
   }
@@ -449,7 +463,7 @@ class TokenChoice {
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps) {
       const Proposal own = lane < 1u << team_bits ? shared.proposals[c][lane] : Proposal{};
-      const u32 best = static_cast<u32>(warp_max(own.best));
+      const u32 best = grid.warp_max(own.best);
       const u64 choice = warp_max(own.choice);
       if (lane == 0)
         store_exchanged(&records[c][grid.block()], make_uint4(best, static_cast<u32>(choice),
@@ -477,7 +491,7 @@ class TokenChoice {
         best = best > record[i].x ? best : record[i].x;
         choice = larger(choice, static_cast<u64>(record[i].z) << 32 | record[i].y);
       }
-      best = static_cast<u32>(warp_max(best));
+      best = grid.warp_max(best);
       choice = warp_max(choice);
       if (lane == 0) settle(c, best, choice);
       if (lane == 0 && c == 0) shared.note = record[0].w & 1;
@@ -492,13 +506,14 @@ class TokenChoice {
   // Filters ---------------------------------------------------------------------------------------
 
   // Ascending from the best token; equal for equal gaps only, which are what filters.py ranks by. In
-  // units of 2^-15 below 32, which spreads the tokens that matter over the first digits; then the
+  // units of 2^-25 below 32, which spreads the tokens that matter over the first digits; then the
   // gap's bits for what is equal so far. Within one unit those differ in their low 30 bits only.
-  static constexpr u32 kUnitBits = 20, kBitsLeft = 30, kDigits = kSampleGapDigits + kSampleIdDigits;
+  static constexpr u32 kUnitBits = 30, kBitsLeft = 30;
+  static constexpr float kUnits = 33554432.0f;
   static_assert(kUnitBits + kBitsLeft == kSampleGapDigits * kSampleDigitBits, "digits of a gap");
   static __device__ __forceinline__ RankKey rank_key(float gap, u32 id) {
     const u32 bits = __float_as_uint(gap) & 0x7FFFFFFFu;
-    const u32 units = __float2uint_rz(exact::mul(__uint_as_float(bits), 32768.0f));
+    const u32 units = __float2uint_rz(exact::mul(__uint_as_float(bits), kUnits));
     const u64 high = min_u32(units, (1u << kUnitBits) - 1);
     return {high << kBitsLeft | (bits & ((1u << kBitsLeft) - 1)), id};
   }
@@ -522,7 +537,7 @@ class TokenChoice {
     return (digits < kSampleGapDigits ? static_cast<u32>(own.gap) : own.id) % kSampleBins;
   }
   __device__ __forceinline__ float gap(u32 c, float x) const {
-    return exact::sub(exact::div(x, args.params[c].temperature), shared.results[c].best);
+    return exact::sub(scaled(x, args.params[c].temperature), shared.results[c].best);
   }
   // The least integer of at least steps / 2^24 of the total.
   static __device__ __forceinline__ u64 share(u32 steps, u64 total) {
@@ -564,27 +579,26 @@ class TokenChoice {
     }
   }
 
-  __device__ __forceinline__ void zero(SampleBin (&bins)[kMaxQueries][kSampleBins]) {
-    uint4* all = reinterpret_cast<uint4*>(&bins[0][0]);
+  __device__ __forceinline__ void zero(SampleHistogram (&histograms)[kMaxQueries]) {
+    uint4* all = reinterpret_cast<uint4*>(histograms);
     const u32 stride = grid.num_blocks() * kThreads;
 #pragma unroll 1
-    for (u32 i = grid.block() * kThreads + t; i < kMaxQueries * kSampleBins; i += stride)
+    for (u32 i = grid.block() * kThreads + t; i < sizeof histograms / 16; i += stride)
       all[i] = make_uint4(0, 0, 0, 0);
   }
 
   // One digit of every open query. `first` is kept for top_p, which starts over after top_k.
-  __device__ __forceinline__ void pass(SampleBin (&first)[kMaxQueries][kSampleBins],
-                                       SampleBin (&bins)[kMaxQueries][kSampleBins]) {
+  __device__ __forceinline__ void pass(SampleHistogram (&first)[kMaxQueries], SampleHistogram (&next)[kMaxQueries]) {
 #pragma unroll 1
     for (u32 c = 0; c < args.queries; ++c)
-      if (is_open(c) && !shared.search[c].digits) count_all(c, bins[c]);
+      if (is_open(c) && !shared.search[c].digits) count_all(c, next[c]);
     for_own_queries([&](u32 c) {
-      if (is_open(c) && shared.search[c].digits) count_border(c, bins[c]);
+      if (is_open(c) && shared.search[c].digits) count_border(c, next[c]);
     });
     grid.sync();
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps)
-      if (is_open(c)) narrow(c, first[c], bins[c]);
+      if (is_open(c)) narrow(c, first[c], next[c]);
     grid.block_sync();
   }
 
@@ -592,8 +606,9 @@ class TokenChoice {
     atomicAdd(&bin.count, count);
     if (weight) atomicAdd(&bin.weight, weight);
   }
+  static __device__ __forceinline__ u64 weight_of(u32 low, u32 high) { return (static_cast<u64>(high) << 16) + low; }
   // Counts and weights of all tokens by their first digit, summed in the block first: many share a bin.
-  __device__ __forceinline__ void count_all(u32 c, SampleBin* bins) {
+  __device__ __forceinline__ void count_all(u32 c, SampleHistogram& histogram) {
     auto& own = shared.bins;
 #pragma unroll 1
     for (u32 i = t; i < kSampleBins; i += kThreads) {
@@ -618,12 +633,16 @@ class TokenChoice {
     }
     grid.block_sync();
 #pragma unroll 1
-    for (u32 i = t; i < kSampleBins; i += kThreads)
-      if (own.count[i]) add(bins[i], own.count[i], (static_cast<u64>(own.high[i]) << 16) + own.low[i]);
+    for (u32 i = t; i < kSampleBins; i += kThreads) {
+      const u32 count = own.count[i], low = own.low[i], high = own.high[i];
+      if (count) add(histogram.bins[i], count, weight_of(low, high));
+      const u32 counts = grid.warp_add(count), lows = grid.warp_add(low), highs = grid.warp_add(high);
+      if (lane == 0 && counts) add(histogram.parts[i / 32], counts, weight_of(lows, highs));
+    }
     // The next query's zeros come from the thread that has just read the same bins.
   }
   // By the next digit, of the few tokens that share the digits found so far. By a team.
-  __device__ __forceinline__ void count_border(u32 c, SampleBin* bins) const {
+  __device__ __forceinline__ void count_border(u32 c, SampleHistogram& histogram) const {
     const SampleSearch search = shared.search[c];
     for_own_quads(c, [&](u32 quad, const Quad& scores) {
 #pragma unroll 1
@@ -631,8 +650,11 @@ class TokenChoice {
         const u32 id = 4 * quad + k;
         const float g = gap(c, scores.get(k));
         const RankKey key = rank_key(g, id);
-        if (is_own(id) && begins_with(key, search))
-          add(bins[digit_after(key, search.digits)], 1, exact::integer_weight(g));
+        if (!is_own(id) || !begins_with(key, search)) continue;
+        const u32 bin = digit_after(key, search.digits);
+        const u64 weight = exact::integer_weight(g);
+        add(histogram.bins[bin], 1, weight);
+        add(histogram.parts[bin / 32], 1, weight);
       }
     });
   }
@@ -650,51 +672,36 @@ class TokenChoice {
     const uint4 raw = load_exchanged(bin);
     return {static_cast<u64>(raw.y) << 32 | raw.x, raw.z};
   }
-  // The lane in whose part the kept tokens reach what is needed: `border` becomes that part, its bin that lane. By a warp.
-  __device__ __forceinline__ void find_part(const Counted& part, bool by_count, Border& border) const {
-    const u64 weights = warp_sum(part.weight);
-    const u32 counts = static_cast<u32>(warp_sum(part.count));
-    const u64 above_weight = border.above_weight + weights - part.weight;
-    const u32 above_count = border.above_count + counts - part.count;
-    const u64 above = by_count ? above_count : above_weight, here = by_count ? part.count : part.weight;
+  // Of 32 bins or parts, one a lane, the one in which the kept tokens reach what is needed. By a warp.
+  __device__ __forceinline__ void find(const Counted& own, bool by_count, Border& border) const {
+    const u64 above_weight = border.above_weight + warp_sum(own.weight) - own.weight;
+    const u32 above_count = border.above_count + static_cast<u32>(warp_sum(own.count)) - own.count;
+    const u64 above = by_count ? above_count : above_weight, here = by_count ? own.count : own.weight;
     const bool is_here = above < border.needed && above + here >= border.needed;
-    const u32 found = static_cast<u32>(warp_max(is_here ? lane + 1 : 0)) - 1;
-    border = {grid.from_lane(part.weight, found), grid.from_lane(above_weight, found), border.needed,
-              static_cast<u32>(grid.from_lane(part.count, found)),
-              static_cast<u32>(grid.from_lane(above_count, found)), found};
+    const u32 found = grid.warp_max(is_here ? lane + 1 : 0) - 1;
+    border = {grid.from_lane(own.weight, found), grid.from_lane(above_weight, found), border.needed,
+              static_cast<u32>(grid.from_lane(own.count, found)),
+              static_cast<u32>(grid.from_lane(above_count, found)), border.bin * 32 + found};
   }
-  // The bin in which the kept tokens reach what is needed. By a warp.
-  __device__ __forceinline__ Border find_bin(u32 c, const SampleSearch& search, const SampleBin* bins) const {
-    constexpr u32 kEach = kSampleBins / 32;
-    Counted part{};
-#pragma unroll 8
-    for (u32 i = 0; i < kEach; ++i) {
-      const Counted bin = load_bin(&bins[lane * kEach + i]);
-      part.weight += bin.weight;
-      part.count += bin.count;
-    }
-    const bool by_count = search.stage == kSeekCount;
-    Border border{};
-    border.above_weight = search.above_weight;
-    border.above_count = search.above_count;
-    border.needed = search.needed;
+  __device__ __forceinline__ Border find_bin(u32 c, const SampleSearch& search, const SampleHistogram& histogram) const {
+    static_assert(SampleHistogram::kParts == 32, "a lane for each part");
+    const Counted part = load_bin(&histogram.parts[lane]);
+    Border border{0, search.above_weight, search.needed, 0, search.above_count, 0};
     if (search.stage == kSeekShare)
       border.needed = share(args.params[c].top_p_steps, grid.from_lane(warp_sum(part.weight), 31));
-    find_part(part, by_count, border);
-    const u32 begin = border.bin * kEach;
-    static_assert(kEach == 32, "a lane for each bin of a part");
-    find_part(load_bin(&bins[begin + lane]), by_count, border);
-    border.bin += begin;
+    const bool by_count = search.stage == kSeekCount;
+    find(part, by_count, border);
+    find(load_bin(&histogram.bins[border.bin * 32 + lane]), by_count, border);
     return border;
   }
 
   // One digit more of a query; two where top_p starts over. By a warp.
-  __device__ __forceinline__ void narrow(u32 c, const SampleBin* first, const SampleBin* bins) {
+  __device__ __forceinline__ void narrow(u32 c, const SampleHistogram& first, const SampleHistogram& next) {
     SampleSearch search = shared.search[c];
     bool starts_over;
 #pragma unroll 1
     do {
-      const Border border = find_bin(c, search, search.digits ? bins : first);
+      const Border border = find_bin(c, search, search.digits ? next : first);
       starts_over = take_digit(search, border, args.params[c].top_p_steps);
     } while (starts_over);
     if (lane == 0) shared.search[c] = search;
