@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
   constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
   constexpr u32 kTiles = Order::kCount;
   // Beside all that sampling several queries takes, sums in four chains leave registers for fewer.
-  constexpr bool kFew = kSamples && kMostQueries > 1 && kChains<Op> == 4;
+  constexpr bool kFew = kSamples && !kDrafts && kMostQueries > 1 && kChains<Op> == 4;
   constexpr u32 kMostEarly = M::kEarlySlots / (kFew ? 2 : 1), kEarlyTiles = kMostEarly / kBatch * kBatch;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   static_assert(Op::kSlotTiles == 1, "a tile fills a slot");
