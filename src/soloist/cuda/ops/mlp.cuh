@@ -28,38 +28,76 @@ __device__ __forceinline__ void multiply_group(Ring<M>& ring, u32 warp, u32 lane
   }
 }
 
-// `units` from `first_neuron` on, which this block owns.
+// A neuron's value from its sums; `bias`: of its gate row, null where there is none.
+template <class GateUp>
+__device__ __forceinline__ float gated(float gate, float up, float factor, const float* bias) {
+  gate *= factor;
+  up *= factor;
+  if (bias) {
+    gate += __ldg(bias);
+    up += __ldg(bias + kUnitNeurons<GateUp>);
+  }
+  return silu(gate) * up;
+}
+
+// The same of several queries where a unit is a tile: a lane has sums of a gate row and of its up row.
 template <class L, class GateUp, class M>
-__device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
-                                              const float* bias) {
+__device__ __forceinline__ void publish_gated_tiles(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
+                                                    const float* bias) {
+  static_assert(kUnitNeurons<GateUp> == 8, "a unit is a tile");
+  u8* now = gated_operand<L>(cx, cx.layers_done);
+  const u32 g = cx.lane / 4, query = cx.lane % 4 * 2;
+  const bool is_odd = g % 2;
+  // Of two neighbours the even one stores the pair of the first query, the odd one that of the second.
+  const u32 own = query + is_odd;
+  TileReduction::for_each_tile(cx, sums, units, [&](u32 t, const float (&all)[4]) {
+    const u32 neuron = first_neuron + t * 8 + g;
+    const float* own_bias = bias ? bias + neuron / 8 * 16 + neuron % 8 : nullptr;
+    const Control& control = cx.shared.control();
+    const float first = gated<GateUp>(all[0], all[2], control.factor[query], own_bias);
+    const float second = gated<GateUp>(all[1], all[3], control.factor[query + 1], own_bias);
+    const float other = __shfl_xor_sync(~0u, is_odd ? first : second, 4);
+    const u32 pair = is_odd ? pack_pair(other, second) : pack_pair(first, other);
+    if (kSilentBlock != kNoBlock && blockIdx.x == kSilentBlock) return;
+    if (own < cx.queries) store_exchanged(operand_value(now, own, neuron - is_odd), present(pair));
+  });
+}
+
+// One query, or units of half a tile. Neurons go to all warps, 32 of a query at a time.
+template <class L, class GateUp, class M>
+__device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
+                                                   const float* bias) {
   constexpr u32 kNeurons = kUnitNeurons<GateUp>;
   const Control& control = cx.shared.control();
   u8* now = gated_operand<L>(cx, cx.layers_done);
   Reduction reduction(cx, GateUp::kTiles * 16, true);
-  // Neurons go to all warps, 32 of a query at a time.
   reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kNeurons, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.queries;
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
       const u32 query = job % cx.queries, n = start / 2 + job / cx.queries * 32 + cx.lane, neuron = first_neuron + n;
       const bool valid = n < end / 2;
-      float gate = 0.0f, up = 0.0f;
+      float value = 0.0f;
       if (valid) {
         const u32 row = n / kNeurons * (2 * kNeurons) + n % kNeurons - start;
-        const float factor = control.factor[query];
-        gate = reduction.get(query, row) * factor;
-        up = reduction.get(query, row + kNeurons) * factor;
-        if (bias) {
-          const float* own = bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons;
-          gate += __ldg(own);
-          up += __ldg(own + kNeurons);
-        }
+        const float* own_bias = bias ? bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons : nullptr;
+        value = gated<GateUp>(reduction.get(query, row), reduction.get(query, row + kNeurons), control.factor[query], own_bias);
       }
-      publish_pair(now, query, neuron, cx.lane, valid, silu(gate) * up);
+      publish_pair(now, query, neuron, cx.lane, valid, value);
     }
   });
 }
 
+// `units` from `first_neuron` on, which this block owns.
+template <class L, class GateUp, class M>
+__device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
+                                              const float* bias) {
+  if constexpr (kMostQueries > 1 && kUnitNeurons<GateUp> == 8) {
+    publish_gated_tiles<L>(cx, sums, units, first_neuron, bias);
+  } else {
+    publish_gated_rows<L>(cx, sums, units, first_neuron, bias);
+  }
+}
 template <class L, class M>
 __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;

@@ -1,5 +1,6 @@
 // The warps' partial sums meet in shared memory and are added in a fixed order.
 #pragma once
+#include "ptx/memory.cuh"
 #include "tile/context.cuh"
 
 // [warp][query][row]. Rows rotate within 32 by 8 for every two queries, so that no two lanes of a warp share a
@@ -79,5 +80,43 @@ struct Reduction {
 #pragma unroll
     for (u32 w = 1; w < kConsumerWarps; ++w) sum += p[w * queries * stride];
     return sum;
+  }
+};
+
+// Many rows of several queries: tiles as the lanes of a warp hold them, [tile][warp][lane], and each is summed by one warp.
+// A lane then has rows g and g + 8 of two queries, as it had its own part of them; no word is moved by itself.
+struct TileReduction {
+  static constexpr u32 kWarpBytes = 32 * 16, kTileBytes = kConsumerWarps * kWarpBytes;
+
+  // Calls `consume(tile, sums)` in one warp for each of `count` tiles. It uses what a `wide` reduction does.
+  template <class Op, class Consume, class M>
+  static __device__ __forceinline__ void for_each_tile(const Context<M>& cx, const Sums<Op>& sums, u32 count, const Consume& consume) {
+    static_assert(!kDealsTiles<Op>, "a lane has its rows of every tile");
+    constexpr u32 kFitting = M::kWideReduceBytes / kTileBytes, kParts = (Op::kTiles + kFitting - 1) / kFitting;
+    constexpr u32 kAtOnce = (Op::kTiles + kParts - 1) / kParts;
+    const u32 buffer = shared_address(cx.shared.reduce()) + cx.lane * 16;
+#pragma unroll 1
+    for (u32 start = 0; start < count; start += kAtOnce) {
+      cx.sync();  // what was here is read
+      const u32 own = buffer + cx.warp * kWarpBytes - start * kTileBytes, end = min(count, start + kAtOnce);
+#pragma unroll
+      for (u32 t = 0; t < Op::kTiles; ++t)
+        if (t >= start && t < end)
+          store_shared(own + t * kTileBytes, make_uint4(__float_as_uint(sums.total(t, 0)), __float_as_uint(sums.total(t, 1)),
+                                                        __float_as_uint(sums.total(t, 2)), __float_as_uint(sums.total(t, 3))));
+      cx.sync();
+#pragma unroll 1
+      for (u32 t = start + cx.warp; t < end; t += kConsumerWarps) {
+        float all[4] = {};
+#pragma unroll
+        for (u32 w = 0; w < kConsumerWarps; ++w) {  // in the order of `Reduction::get`
+          const uint4 part = load_shared(buffer + (t - start) * kTileBytes + w * kWarpBytes);
+          const float values[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z), __uint_as_float(part.w)};
+#pragma unroll
+          for (u32 i = 0; i < 4; ++i) all[i] = w == 0 ? values[i] : all[i] + values[i];
+        }
+        consume(t, all);
+      }
+    }
   }
 };
