@@ -79,6 +79,10 @@ inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __vmaxu2(u32 a, u32 b) {
   return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
 }
+template <u32 kFlipped, u32 kKept> inline u32 flip_and_keep(u32 x) { return (x ^ kFlipped) & kKept; }
+inline u32 larger_magnitudes(u32 a, u32 b) {
+  return __vmaxu2(a & 0x7FFF7FFF, b & 0x7FFF7FFF);
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 places) {
   const u64 bytes = static_cast<u64>(b) << 32 | a;
   u32 made = 0;

@@ -46,7 +46,7 @@ constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kM
 constexpr u32 kConvertedSteps = {CONVERTED_STEPS}, kStepColumns = {STEP_COLUMNS};
 constexpr u32 kHalfTileRows = {HALF_TILE_ROWS}, kHalfTileValues = {HALF_TILE_VALUES};
 constexpr u32 kAblation = 0, kNoWaits = 1, kNoMultiply = 3;
-constexpr bool kSamples = false;
+constexpr bool kSamples = false, kDrafts = false;
 """
 
 MULTIPLY = r"""

@@ -53,7 +53,13 @@ MEMORY = r"""
 struct uint4 { u32 x, y, z, w; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline u32 load_host(const u32* p) { return *p; }
-uint4 load_exchanged(const void* p);
+inline void (*before_load)() = nullptr;  // a harness may let other threads run
+inline uint4 load_exchanged(const void* p) {
+  if (before_load) before_load();
+  uint4 v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
 inline void store_exchanged(void* p, uint4 v) { std::memcpy(p, &v, 16); }
 template <class To, class From> To bits_to(From x) { To y; std::memcpy(&y, &x, 4); return y; }
 inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
@@ -100,12 +106,9 @@ static void pause_thread(u32 id, State state) {
   swapcontext(&threads[id].context, &scheduler);
 }
 // Now and then another thread runs before, as where a record has not come yet.
-uint4 load_exchanged(const void* p) {
+static void pause_now_and_then() {
   random_state = random_state * 1664525u + 1013904223u;
   if ((random_state >> 29) == 0) pause_thread(running, kReady);
-  uint4 v;
-  std::memcpy(&v, p, 16);
-  return v;
 }
 
 struct Grid {
@@ -169,6 +172,7 @@ extern "C" int choose(const SampleParams* params, const SampleStep* steps, const
   history = seen;
   std::memcpy(bounds, row_bounds, sizeof bounds);
   std::memset(shared_memory, 0xA5, sizeof shared_memory);
+  before_load = pause_now_and_then;
   std::memset(lane_turns, 0, sizeof lane_turns);
   grid_syncs = 0;
   for (u32 i = 0; i < kAll; ++i) {

@@ -53,6 +53,26 @@ __device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
   return r;
 }
 
+// (x ^ flipped) & kept, in one instruction: of two constants the compiler makes two.
+template <u32 kFlipped, u32 kKept>
+__device__ __forceinline__ u32 flip_and_keep(u32 x) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(r) : "r"(x), "r"(kFlipped), "n"(kKept));
+  return r;
+}
+
+// Of pairs of the model's 16-bit numbers the larger magnitudes, with any sign. A NaN is larger than all others.
+__device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 860
+  u32 r;
+  if constexpr (kBf16) asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+#else
+  return __vmaxu2(a & 0x7FFF7FFF, b & 0x7FFF7FFF);
+#endif
+}
+
 // Two fp32 values as a packed pair of fp16, `low` in the low half; round to nearest even.
 __device__ __forceinline__ u32 pack_fp16(float low, float high) {
   u32 r;

@@ -162,7 +162,8 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
   __device__ __forceinline__ uint4 centred(u32 part) const {
     constexpr u32 kHigh = 0xF0F0F0F0, kZeros = 0x80808080;
     const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
-    return make_uint4((first << 4 ^ kZeros) & kHigh, (first ^ kZeros) & kHigh, (second << 4 ^ kZeros) & kHigh, (second ^ kZeros) & kHigh);
+    return make_uint4(flip_and_keep<kZeros, kHigh>(first << 4), flip_and_keep<kZeros, kHigh>(first),
+                      flip_and_keep<kZeros, kHigh>(second << 4), flip_and_keep<kZeros, kHigh>(second));
   }
   // The same of a half tile: rows g + 8 are none.
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {

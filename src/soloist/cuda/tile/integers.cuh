@@ -44,10 +44,11 @@ __device__ __forceinline__ u32 largest_that_came(const GlobalOperand<Op>& operan
     for (u32 k = 0; k < count; ++k) {
       const uint4 first = ahead.b[d + k][0], last = ahead.b[d + k][1];
       // Packed to the end takes fewer instructions, and in super-blocks more registers.
-      if constexpr (kArithmetic<Op> == Arithmetic::kIntegers) most = __vmaxu2(most, __vmaxu2(magnitudes(first), magnitudes(last)));
+      if constexpr (kArithmetic<Op> == Arithmetic::kIntegers)
+        most = larger_magnitudes(most, larger_magnitudes(larger_magnitudes(first), larger_magnitudes(last)));
       else most = max(most, max(magnitude(first), magnitude(last)));
     }
-    return kArithmetic<Op> == Arithmetic::kIntegers ? larger_half(most) : most;
+    return kArithmetic<Op> == Arithmetic::kIntegers ? larger_half(most & 0x7FFF7FFF) : most;
   };
   u32 most = largest();
   if (first == 0 && Op::kSteps <= Op::kDepth) return most;  // the first steps were waited for together
@@ -184,9 +185,9 @@ struct PairedSteps {
   uint4 b[2][2];  // of each step high digits, and low ones, which are unsigned
   float power[2];  // of the queries whose sums the lane has
   i32 sums[2][4];
-  // Where threads have few registers a zero that all weights share is taken off them: that takes instructions instead.
-  static constexpr bool kCentred = Zero::kShared && !kMovesRegisters;
-
+  // A zero that all weights share is taken off them where threads have few registers; and where there are few tiles, since the
+  // sums of activations that it would be multiplied with take tensor cores as long as a tile does.
+  static constexpr bool kCentred = Zero::kShared && (!kMovesRegisters || Op::kTiles <= 4);
   __device__ __forceinline__ PairedSteps(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32) : operand(operand), ahead(ahead) {}
 
   __device__ __forceinline__ void start() {}
