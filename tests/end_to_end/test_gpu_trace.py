@@ -50,7 +50,8 @@ def test_a_trace(soloist, tmp_path: Path, subject) -> None:
     assert all(us >= 0 for us in facts["shares"].values())
     total = facts["round_us"] + facts["host_us"]
     assert sum(facts["shares"].values()) == pytest.approx(total, rel=1e-3)
-    assert facts["shares"]["exchanges"] > 0.1 * total, "étude waits more than most"
+    # Of the kernel alone: the host takes as long as it is busy.
+    assert facts["shares"]["exchanges"] > 0.25 * facts["round_us"], "étude waits more than most"
     read = {part["phase"]: part["num_bytes"] for part in facts["traffic"]}
     assert read.keys() == {"qkv", "attention", "output", "gate_up", "down", "head"}
     assert sum(read.values()) == pytest.approx(facts["streamed_bytes"], rel=0.01)

@@ -79,7 +79,9 @@ inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __vmaxu2(u32 a, u32 b) {
   return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
 }
-template <u32 kFlipped, u32 kKept> inline u32 flip_and_keep(u32 x) { return (x ^ kFlipped) & kKept; }
+template <u32 kFlipped, u32 kKept> inline u32 flip_and_keep(u32 x) {
+  return (x ^ kFlipped) & kKept;
+}
 inline u32 larger_magnitudes(u32 a, u32 b) {
   return __vmaxu2(a & 0x7FFF7FFF, b & 0x7FFF7FFF);
 }

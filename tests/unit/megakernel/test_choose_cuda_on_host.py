@@ -28,7 +28,7 @@ from soloist.megakernel.sampling_header import NO_TOKEN, bad_score, sample_works
 from soloist.model.dtype import Dtype
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import num_words
-from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, address
+from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY, STORES, address
 from unit.sampling.constraints import Drawn
 
 # By ranks: blocks of each.
@@ -304,7 +304,7 @@ def library(request, tmp_path_factory):
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
     assert plan.blocks == BLOCKS[ranks]
     spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
-    (folder / "ptx" / "memory.cuh").write_text(MEMORY + '#include "spec.cuh"\n')
+    (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs)
     (folder / "spec.cuh").write_text(spec)
     (folder / "harness.cc").write_text(HARNESS)

@@ -60,7 +60,6 @@ inline uint4 load_exchanged(const void* p) {
   std::memcpy(&v, p, 16);
   return v;
 }
-inline void store_exchanged(void* p, uint4 v) { std::memcpy(p, &v, 16); }
 template <class To, class From> To bits_to(From x) { To y; std::memcpy(&y, &x, 4); return y; }
 inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
 inline i32 __float_as_int(float x) { return bits_to<i32>(x); }
@@ -78,6 +77,8 @@ inline float __log2f(float x) { return std::log2(x); }
 inline u32 __umulhi(u32 a, u32 b) { return static_cast<u64>(a) * b >> 32; }
 template <class T> T atomicAdd(T* p, T x) { T old = *p; *p += x; return old; }
 """
+
+STORES = "inline void store_exchanged(void* p, uint4 v) { std::memcpy(p, &v, 16); }\n"
 
 HARNESS = r"""
 #include "ops/sample.cuh"
@@ -239,7 +240,7 @@ def build(folder: Path, blocks: int, threads: int) -> ctypes.CDLL:
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
     (folder / "ptx").mkdir(exist_ok=True)
-    (folder / "ptx" / "memory.cuh").write_text(MEMORY)
+    (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES)
     sizes = {"kNumBlocks": blocks, "kConsumerThreads": threads, "kMaxQueries": COLUMNS}
     lines = [f"constexpr unsigned {name} = {size};" for name, size in sizes.items()]
     (folder / "spec.cuh").write_text(

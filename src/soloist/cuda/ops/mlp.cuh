@@ -63,7 +63,7 @@ __device__ __forceinline__ void publish_gated_tiles(Context<M>& cx, const Sums<G
   });
 }
 
-// One query, or units of half a tile. Neurons go to all warps, 32 of a query at a time.
+// One query, or units of half a tile, or very many tiles. Neurons go to all warps, 32 of a query at a time.
 template <class L, class GateUp, class M>
 __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                                    const float* bias) {
@@ -92,7 +92,8 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
 template <class L, class GateUp, class M>
 __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
-  if constexpr (kMostQueries > 1 && kUnitNeurons<GateUp> == 8) {
+  // Beside the sums of very many tiles there are no registers for it.
+  if constexpr (kMostQueries > 1 && kUnitNeurons<GateUp> == 8 && GateUp::kTiles <= 16) {
     publish_gated_tiles<L>(cx, sums, units, first_neuron, bias);
   } else {
     publish_gated_rows<L>(cx, sums, units, first_neuron, bias);

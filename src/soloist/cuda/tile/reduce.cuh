@@ -107,13 +107,16 @@ struct TileReduction {
       cx.sync();
 #pragma unroll 1
       for (u32 t = start + cx.warp; t < end; t += kConsumerWarps) {
-        float all[4] = {};
+        const u32 tile = buffer + (t - start) * kTileBytes;
+        const uint4 first = load_shared(tile);
+        float all[4] = {__uint_as_float(first.x), __uint_as_float(first.y), __uint_as_float(first.z), __uint_as_float(first.w)};
 #pragma unroll
-        for (u32 w = 0; w < kConsumerWarps; ++w) {  // in the order of `Reduction::get`
-          const uint4 part = load_shared(buffer + (t - start) * kTileBytes + w * kWarpBytes);
-          const float values[4] = {__uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z), __uint_as_float(part.w)};
-#pragma unroll
-          for (u32 i = 0; i < 4; ++i) all[i] = w == 0 ? values[i] : all[i] + values[i];
+        for (u32 w = 1; w < kConsumerWarps; ++w) {  // in the order of `Reduction::get`
+          const uint4 part = load_shared(tile + w * kWarpBytes);
+          all[0] += __uint_as_float(part.x);
+          all[1] += __uint_as_float(part.y);
+          all[2] += __uint_as_float(part.z);
+          all[3] += __uint_as_float(part.w);
         }
         consume(t, all);
       }
