@@ -241,10 +241,25 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
     much = planned("llama-3.1-8b", "int4", "sm_90a")
-    assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (4, 4, 4))
+    assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (3, 3, 3))
     assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
+    more = planned("llama-3.1-8b", "fp8", "sm_90a")
+    assert (more.waiting_copies_in_flight, more.copies_in_flight) == (0, (3, 3, 3))
     ranks = make_plan(
         model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"], ranks=2,
         formats=formats_of(alike(model("llama-3.1-8b"), "int4")),
     )  # fmt: skip
     assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)
+    assert ranks.quantized_batch_slots == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_turns_are_as_long_as_full_slots_take(ranks: int) -> None:
+    """Slots of half the bytes are half a ring, which is empty before a block goes on."""
+    config = model("llama-3.1-8b")
+    plan = make_plan(
+        config, Dtype.BF16, TYPICAL["sm_90a"], ranks=ranks,
+        formats=formats_of(alike(config, "int4")),
+    )  # fmt: skip
+    for op in plan.operations:
+        assert op.slot_tiles == op.matrix.format.tiles, op.matrix.name

@@ -44,10 +44,12 @@ class Operation:
         Even, if not all steps, where two steps share a slot or are a pair.
         """
         tuning, steps = self.gpu.architecture.tuning, self.matrix.steps
-        unrolled = max(2, tuning.unrolled_tile_steps // self.group_tiles)
-        most = min(steps, tuning.max_depth, unrolled)
+        plain = self.matrix.format.is_plain
+        # Slots of quantised weights that no turn of fewer steps fills are worth twice the code.
+        unrolled = tuning.unrolled_tile_steps * (1 if plain else 2) // self.group_tiles
+        most = min(steps, tuning.max_depth, max(2, unrolled))
         fit = [d for d in range(1, most + 1) if self._can_unroll(d)]
-        if not self.matrix.format.is_plain:
+        if not plain:
             return self._depth_of_quantized(fit)
         # With registers to spare some of the unrolled steps may be left out at the end.
         least = most // 2 if self.gpu.architecture.moves_registers else 1

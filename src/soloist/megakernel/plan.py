@@ -187,8 +187,8 @@ class Plan:
         """
         tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
-            if self.waiting_copies_in_flight:
-                return (tuning.quantized_copies_in_flight[1],) * 3
+            if self.has_experts:
+                return (tuning.mixture_copies_in_flight[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         few = self._streams_little or (
@@ -203,9 +203,14 @@ class Plan:
 
         Blocks of a mixture do both: they wait until the choice is known, then for the memory.
         """
-        differs = self.has_experts or (self._is_quantized and not self._streams_little)
-        uses = self.ranks == 1 and differs
-        return self.gpu.architecture.tuning.quantized_copies_in_flight[0] if uses else 0
+        tuning = self.gpu.architecture.tuning
+        if self.ranks > 1:
+            return 0
+        if self.has_experts:
+            return tuning.mixture_copies_in_flight[0]
+        few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
+        differs = self._is_quantized and few < self.image.busiest_layer_bytes <= most
+        return tuning.waiting_copies_in_flight if differs else 0
 
     @property
     def _streams_little(self) -> bool:
@@ -246,7 +251,8 @@ class Plan:
         wait for the memory rather than for each other.
         """
         slots = self.gpu.architecture.tuning.few_quantized_batch_slots
-        return slots if self._streams_little and self.shared.ring_slots >= 2 * slots else 1
+        few = self.ranks == 1 and self._streams_little
+        return slots if few and self.shared.ring_slots >= 2 * slots else 1
 
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""

@@ -14,8 +14,12 @@ class Tuning:
         copies_in_flight: of 16 KB, that a block has asked for. 32 KB reach 93 % of the bandwidth
             and leave the L2 as fast as if it had nothing to do, 48 KB 98 % and twice the time; more
             only wait, and what blocks exchange waits with them.
-        quantized_copies_in_flight: the same of models with quantised matrices, while a block waits
-            for others, and while it multiplies; and of mixtures, whose experts come after a wait.
+        waiting_copies_in_flight: the same of quantised matrices while a block waits for others. Not
+            of blocks that stream more than `waiting_layer_bytes` of a layer: memory that rests for
+            them has no time to make up for it.
+        waiting_layer_bytes: see above.
+        mixture_copies_in_flight: the same of mixtures, while a block waits for others, and while it
+            multiplies. Their experts come after a wait.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
@@ -46,7 +50,7 @@ class Tuning:
         max_chains: sums of a tile that a warp adds to side by side.
         batch_slots: slots that a consumer warp takes before it gives one back.
         few_quantized_batch_slots: slots of quantised weights that it takes together with one query,
-            of blocks that stream at most `few_layer_bytes` of a layer.
+            of blocks that stream at most `few_layer_bytes` of a layer, on one GPU.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -64,7 +68,9 @@ class Tuning:
     """
 
     copies_in_flight: int = 3
-    quantized_copies_in_flight: tuple[int, int] = (2, 4)
+    waiting_copies_in_flight: int = 2
+    waiting_layer_bytes: int = 1024 * 1024
+    mixture_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
