@@ -108,6 +108,10 @@ _WAYS_OF_ATTENTION = {
     "h200": (" --no-page-attention", " --page-attention"),
 }
 _WAYS_OF_PRODUCTS = ("", " --packed-prompts")
+# And of before lookup. Texts of random weights hardly repeat: what lookup costs then stands beside
+# the worst predictions.
+_LOOKUP = {"h100": "", "h200": " --speculate auto"}
+_ETUDE_TEMPERATURES: Mapping[str, tuple[int, ...]] = {"h100": (), "h200": (0, 1)}
 
 
 def _prefill(shape: str, options: str) -> str:
@@ -138,14 +142,22 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
             for shape, options in _KEPT
             for way in _WAYS_OF_ATTENTION[kind]
         ),
-        "predictions": tuple(
-            f"bench decode {_quantized(form, shape)} {_RUN} --prediction --wrong {wrong}"
-            for form, shape, wrongs in (
-                ("bf16", "llama-3.1-8b", (0, 0.25, 1)),
-                ("bf16", "qwen3-1.7b", (0, 1)),
-                ("int4", "llama-3.1-8b", (0,)),
-            )
-            for wrong in wrongs
+        "predictions": (
+            *(
+                f"bench decode {_quantized(form, shape)} {_RUN} --prediction --wrong {wrong}"
+                f"{_LOOKUP[kind] if wrong == 1 else ''}"
+                for form, shape, wrongs in (
+                    ("bf16", "llama-3.1-8b", (0, 0.25, 1)),
+                    ("bf16", "qwen3-1.7b", (0, 1)),
+                    ("int4", "llama-3.1-8b", (0,)),
+                )
+                for wrong in wrongs
+            ),
+            *(
+                "bench decode etude --precision bf16 --prompt-tokens 512 --new-tokens 512 "
+                f"--temperature {temperature} --prediction --wrong 0.1"
+                for temperature in _ETUDE_TEMPERATURES[kind]
+            ),
         ),
         "kv": tuple(
             _decode("llama-3.1-8b", f"{_RUN} --context {context}{kv}")
@@ -174,12 +186,13 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "etude-cpu-startup.json": File(
             ("bench startup etude --device cpu", "bench startup etude --device cpu --serve")
         ),
-        # Files of one model, beside its folder in 16 bits.
+        # Files of one model, each in turns with its folder in 16 bits.
         "gguf-cpu.json": File(
             tuple(
-                f"bench decode {_quantized(form, 'llama-3.2-1b')} --device cpu "
-                "--prompt-tokens 16 --new-tokens 16 --runs 9"
-                for form in ("bf16", "gguf-Q8_0", "gguf-Q4_0", "gguf-Q4_K_M")
+                f"bench decode {_quantized('bf16', 'llama-3.2-1b')} "
+                f"--beside {_quantized(form, 'llama-3.2-1b')} --device cpu "
+                "--prompt-tokens 16 --new-tokens 16 --runs 15"
+                for form in ("gguf-Q8_0", "gguf-Q4_0", "gguf-Q4_K_M")
             )
         ),
         "etude-cpu-busy.json": File(

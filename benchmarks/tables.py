@@ -280,16 +280,18 @@ def h200_kept() -> str:
 
 def h200_predictions() -> str:
     """Predicted answers, each in turn with the same texts without drafts."""
-    found = rows_of("h200-predictions.json")
-    cells = [
-        (
-            r["shape"], _stored(r), f"{r['wrong']:.0%}", f"{r['tokens_per_round']:.2f}",
-            *_speed(r, 0), _speed(plain, 0)[0],
-        )
-        for plain, r in zip(found[::2], found[1::2], strict=True)
-    ]  # fmt: skip
-    headings = ("shape", "weights", "wrong", "tokens a step", "tokens/s", "min – max", "without")
-    return table(headings, cells, 2)
+    cells, plain = list[tuple[str, ...]](), dict[str, Any]()
+    for r in rows_of("h200-predictions.json"):
+        if not r["speculation"]:
+            plain = r
+            continue
+        drafts = "lookup" if r["wrong"] is None else f"prediction, {r['wrong']:.0%} wrong"
+        cells.append((
+            r["shape"], _stored(r), f"{r['temperature']:.0f}", drafts,
+            f"{r['tokens_per_round']:.2f}", *_speed(r, 0), _speed(plain, 0)[0],
+        ))  # fmt: skip
+    headings = ("shape", "weights", "temperature", "drafts", "tokens a step", "tokens/s")
+    return table((*headings, "min – max", "without"), cells, 4)
 
 
 def h200_quantized_startup() -> str:
@@ -400,16 +402,14 @@ def cpu_startup() -> str:
 
 
 def gguf_cpu() -> str:
-    """One model in 16 bits and as GGUF files."""
-    cells = [
-        (
-            f"`{Path(r['command'].split()[3]).parent.name}`", _stored(r), r["precision"],
-            *_speed(r, 2),
-        )
-        for r in rows_of("gguf-cpu.json")
-    ]  # fmt: skip
-    headings = ("file", "weights", "computed in", "decode tokens/s", "min – max")
-    return table(headings, cells, 3)
+    """A model's GGUF files, each in turns with its folder in 16 bits."""
+    found, cells = rows_of("gguf-cpu.json"), []
+    for plain, r in zip(found[::2], found[1::2], strict=True):
+        words = r["command"].split()
+        name = Path(words[words.index("--beside") + 1]).parent.name.removeprefix("gguf-")
+        cells.append((f"`{name}`", r["precision"], *_speed(r, 2), *_speed(plain, 2)))
+    headings = ("file", "computed in", "decode tokens/s", "min – max", "bf16", "min – max")
+    return table(headings, cells, 2)
 
 
 def etude_cpu() -> str:

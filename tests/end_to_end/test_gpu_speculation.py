@@ -1,12 +1,14 @@
-"""Predictions on the decode kernel: the answers without them, in fewer launches."""
+"""Predictions and lookup on the decode kernel: the answers without them, in fewer rounds."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from end_to_end.test_gpu_loop import PARAMS, PROMPTS, engine, events_of
 from soloist.engine import Chunk, Completion
 from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel_executor import PREDICTIONS
 from soloist.engine.loop import EngineLoop
 from soloist.sampling import SamplingParams
 
@@ -45,6 +47,23 @@ def test_predictions_change_no_bit(
         assert found == wanted
         if share == 0.0:
             assert (t.tokens_per_round or 0) > 4
+    assert loop.close()
+
+
+def test_lookup_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is asked for again: then it is one of the earlier answers."""
+    model = engine().model
+    monkeypatch.setattr(model, "drafting", None)
+    loop = EngineLoop(model, engine().tokenizer, engine().config.vocab_size)
+    asked = [(engine().tokenizer.encode(x), PARAMS[i % 4]) for i, x in enumerate(PROMPTS)]
+    wanted = [answer(loop, *one)[0] for one in asked]
+    assert loop.close()
+    monkeypatch.setattr(model, "drafting", replace(PREDICTIONS, looks_up=True))
+    loop = EngineLoop(model, engine().tokenizer, engine().config.vocab_size)
+    assert [answer(loop, *one)[0] for one in asked] == wanted
+    again = [answer(loop, *one) for one in asked]
+    assert [found for found, _ in again] == wanted
+    assert max(t.tokens_per_round or 0 for _, t in again) > 3
     assert loop.close()
 
 

@@ -49,6 +49,7 @@ class Plan:
             tokens replaced; None without.
         temperature: 0 is greedy; else the seed is 0. Greedy texts of small models loop, which makes
             drafts look better than they are.
+        beside: further models, such as the same one in other formats.
     """
 
     asked: EngineConfig
@@ -61,6 +62,7 @@ class Plan:
     looks_up: bool = False
     wrong: float | None = None
     temperature: float = 0.0
+    beside: tuple[str, ...] = ()
 
 
 class Ours:
@@ -137,7 +139,7 @@ class Columns:
 
 
 def measure(plan: Plan) -> list[rows.DecodeRow]:
-    """Measure every contender; the first row is Soloist's.
+    """Measure every contender; the first row is Soloist's, of the first model.
 
     Raises:
         SettingError: sizes that cannot be measured, or an unknown rival.
@@ -146,36 +148,43 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     _check(plan)
     # Room for this request only: on a GPU the bandwidth test wants some memory as well.
     tokens = plan.prompt_tokens + plan.new_tokens + plan.columns - 1
-    engine = Engine.load(replace(plan.asked, context_tokens=tokens))
-    prompt_ids = python_prompt(engine, plan.prompt_tokens)
-    contenders: list[Contender] = (
-        _ours(plan, engine)
-        if plan.columns == 1
-        else [Columns(engine, plan.columns, plan.temperature)]
-    )
+    engines = [
+        Engine.load(replace(plan.asked, model=model, context_tokens=tokens))
+        for model in (plan.asked.model, *plan.beside)
+    ]
+    engine = engines[0]
+    results: list[tuple[Engine, Contender, list[Run]]] = [
+        (one, contender, []) for one in engines for contender in _of_engine(plan, one)
+    ]
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
 
-        contenders += rivals(engine)
+        results += [(engine, rival, []) for rival in rivals(engine)]
+    prompts = {id(one): python_prompt(one, plan.prompt_tokens) for one in engines}
     device = torch.device(engine.resolved.device)
     bandwidth = read_bandwidth(device)
     flush = Flush(device)
-    results: list[tuple[Contender, list[Run]]] = [(c, []) for c in contenders]
     with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
         for i in range(plan.runs + 1):
-            for contender, timed in results:
+            for one, contender, timed in results:
                 flush()
-                run = contender.run(prompt_ids, plan.new_tokens)
+                run = contender.run(prompts[id(one)], plan.new_tokens)
                 if i > 0:
                     timed.append(run)
     return [
         replace(
-            _row(plan, engine, contender, runs, bandwidth, watch.clocks),
+            _row(plan, one, contender, runs, bandwidth, watch.clocks),
             others_cores=others.cores,
             busy_processes=plan.num_busy,
         )
-        for contender, runs in results
+        for one, contender, runs in results
     ]
+
+
+def _of_engine(plan: Plan, engine: Engine) -> list[Contender]:
+    if plan.columns > 1:
+        return [Columns(engine, plan.columns, plan.temperature)]
+    return _ours(plan, engine)
 
 
 def _ours(plan: Plan, engine: Engine) -> list[Contender]:

@@ -417,7 +417,7 @@ def _kernel(
     *,
     keep_rows: bool,
 ) -> Executor:
-    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel, predictions_of
+    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, drafting_of, load_kernel
     from soloist.prefill.widths import MOST_PASS_TOKENS
 
     capacity = Capacity(
@@ -435,7 +435,7 @@ def _kernel(
         plan, weights, devices, capacity, cache,
         keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
     )  # fmt: skip
-    model.drafting = predictions_of(plan) if asked.speculates else None
+    model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:
         model.prepare()
     return model

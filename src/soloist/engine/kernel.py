@@ -263,13 +263,20 @@ def _costs_of_tails(plan: Plan, *, attends_pages: bool) -> TailCosts | None:
     return tail_costs(facts)
 
 
-def predictions_of(plan: Plan) -> Drafting:
-    """How predictions are drafted: of a mixture each query more may read experts of its own.
+# Weights of a round from which on it takes longer than the host's look for a repetition, which
+# every token of an answer has: some 60 µs of an H200. Models below lose more than lookup brings.
+_LEAST_LOOKUP_BYTES = 256 * 2**20
 
-    They are taken to be chosen at random, which no text does: it shares more.
+
+def drafting_of(plan: Plan) -> Drafting:
+    """How requests draft: predictions, and where launches draft what is looked up as well.
+
+    Of a mixture each query more may read experts of its own. They are taken to be chosen at random,
+    which no text does: it shares more.
     """
     if not plan.has_experts:
-        return PREDICTIONS
+        is_slow = plan.image.streamed_bytes >= _LEAST_LOOKUP_BYTES
+        return replace(PREDICTIONS, looks_up=is_slow and drafts(plan))
     layers = [plan.image.layer(layer).experts for layer in range(plan.shape.num_layers)]
 
     def read_bytes(queries: int) -> float:

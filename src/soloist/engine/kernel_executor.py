@@ -46,7 +46,7 @@ from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Costs, Draft, Drafting
+from soloist.speculation import Archive, Costs, Draft, Drafter, Drafting
 
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
@@ -60,8 +60,9 @@ _ASSURED_ROUNDS = 64
 # others then have.
 _ROUNDS_TOKENS = 64
 
-# Predictions alone are drafted. A round that checks some has more queries, and a launch of its own
-# where the host drafts; what both cost is taken to be this, in thousandths of a round.
+# How predictions are drafted; where launches draft, other texts are looked up as well. A round that
+# checks drafts has more queries, and a launch of its own where the host drafts; what both cost is
+# taken to be this, in thousandths of a round.
 PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False)
 
 # Instead of a token, where no score was a number.
@@ -78,10 +79,11 @@ class KernelExecutor(Executor):
     them all, and reads again what it had come to: the prompt as before, its answer in rounds of
     eight queries, which give the bits of one.
 
-    A request that decodes alone and has a prediction is checked against it, in rounds with a query
-    for each drafted token. The kernel drafts, many rounds a launch; what it cannot do alone the
-    host drafts for a launch of one round. Where drafts do not pay (`Drafter.is_resting`) launches
-    are those of other requests, and the host watches whether drafts would be right again.
+    A request that decodes alone is checked against its prediction, or against what is looked up, in
+    rounds with a query for each drafted token. The kernel drafts, many rounds a launch; for
+    predictions the host drafts what the kernel cannot do alone, for a launch of one round. Where
+    drafts do not pay (`Drafter.is_resting`), and before anything was looked up with success,
+    launches are those of other requests, and the host watches whether drafts would be right.
 
     Args:
         decoder: launches rounds; its page tables have a row for each request.
@@ -144,6 +146,18 @@ class KernelExecutor(Executor):
         self._saved: SavedChunks | None = None
         # Of open requests whose prompts are cached and saved.
         self._trails: dict[Request, Trail] = {}
+
+    def drafter(
+        self,
+        prompt_ids: Sequence[int],
+        prediction_ids: Sequence[int] | None,
+        archive: Archive | None = None,
+    ) -> Drafter | None:
+        """See Executor. Without a prediction nothing is checked before guesses were right."""
+        drafter = super().drafter(prompt_ids, prediction_ids, archive)
+        if drafter is not None and not drafter.has_prediction:
+            drafter.rest()
+        return drafter
 
     # --- pages ------------------------------------------------------------------------------------
 
@@ -382,8 +396,10 @@ class KernelExecutor(Executor):
         """
         self._is_asked_to_stop = False
         drafter = requests[0].drafter if len(requests) == 1 else None
+        in_kernel = self.drafts_in_kernel and _may_draft_in_kernel(requests[0])
+        if drafter is not None and not (in_kernel or drafter.has_prediction):
+            drafter = None  # a launch for each draft costs more than what is looked up brings
         if drafter is not None and not drafter.is_resting:
-            in_kernel = self.drafts_in_kernel and _may_draft_in_kernel(requests[0])
             drafted_rounds = self._drafted_rounds if in_kernel else self._verified_rounds
             had_drafts = yield from drafted_rounds(requests[0], most)
             if had_drafts:
@@ -461,7 +477,8 @@ class KernelExecutor(Executor):
                 left -= len(made.tokens)
                 outcome = self._drafted(request, draft, made.tokens)
                 yield [outcome]
-                if not isinstance(outcome, Picked | Verified):
+                # An answer that ended joined the texts that the host looks up in.
+                if request.is_finished or not isinstance(outcome, Picked | Verified):
                     break
                 draft = request.draft(min(most_drafts, left - 1))
                 if drafter.is_idle and not drafter.is_resting:

@@ -96,10 +96,10 @@ class DraftingLaunch:
         return len(self.prompt_ids) if self.state.looks_up else 0
 
     @property
-    def history(self) -> Sequence[int]:
+    def history(self) -> Sequence[int] | NDArray[np.int32]:
         """The text so far, as far as drafts depend on it: a prediction needs the latest tokens."""
         if self.state.looks_up:
-            return [*self.prompt_ids, *self.output_ids]
+            return self.state.history
         return self.output_ids[-len(prediction.WEIGHTS) :]
 
     @property

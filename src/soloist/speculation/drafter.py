@@ -62,6 +62,7 @@ class DraftState:
     Attributes:
         prediction: the predicted text; None where there is none.
         archive: earlier answers.
+        history: prompt and answer, where anything is looked up.
         at: index of the token of `prediction` that is expected next.
         is_good: whether the answer follows `prediction` there.
         depths: by kind, see `Depth.state`.
@@ -71,6 +72,7 @@ class DraftState:
 
     prediction: Ids | None
     archive: Ids
+    history: Ids
     at: int
     is_good: bool
     depths: tuple[tuple[int, int, int, int], ...]
@@ -162,6 +164,7 @@ class Drafter:
         return DraftState(
             prediction=None if place is None else place.ids,
             archive=_NOTHING if self._archive is None else self._archive.ids,
+            history=_NOTHING if self._history is None else self._history.ids,
             at=0 if place is None else place.at,
             is_good=place is not None and place.is_good,
             depths=tuple(depth.state for depth in self._depths),
@@ -183,6 +186,11 @@ class Drafter:
                 return draft
         self._num_waited += 1
         return None
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether there is a text that the answer may follow."""
+        return self._prediction is not None
 
     @property
     def is_idle(self) -> bool:

@@ -137,12 +137,13 @@ def test_an_engine_has_experts_packed_while_it_reads_them(
 def test_a_round_that_checks_predictions_costs_what_its_queries_read() -> None:
     """Eight queries of qwen3-30b-a3b that choose at random read 4.2 times the bytes of one."""
     plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
-    costs = kernel.predictions_of(plan).costs.of_drafts
+    costs = kernel.drafting_of(plan).costs.of_drafts
     assert list(costs) == sorted(set(costs))
     plain = kernel.PREDICTIONS.costs.of_drafts
     chosen = 48 * 8 * 3 * 768 * 2048 * 2 / plan.image.streamed_bytes  # share of the bytes
     assert costs[0] / plain[0] == pytest.approx(1 + chosen * (15.5 / 8 - 1), rel=0.005)
     assert costs[-1] / plain[-1] == pytest.approx(1 + chosen * (51.6 / 8 - 1), rel=0.005)
+    assert not kernel.drafting_of(plan).looks_up
     dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
-    assert kernel.predictions_of(make_plan(dense, Dtype.BF16, gpu(SMS))) is kernel.PREDICTIONS
+    assert kernel.drafting_of(make_plan(dense, Dtype.BF16, gpu(SMS))) == kernel.PREDICTIONS
     assert kernel._costs_of_tails(plan, attends_pages=True) is None

@@ -3,20 +3,26 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 import torch
 
+from plan.shapes import PUBLIC
 from soloist.bench.decode import with_wrong
 from soloist.engine import Completion, Failure
 from soloist.engine.core import EngineCore
 from soloist.engine.events import Chunk
 from soloist.engine.executor import Executor, Verified
+from soloist.engine.kernel import drafting_of
 from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.reference import COLUMN_COSTS, ReferenceModel
 from soloist.engine.request import Request
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention, ModelConfig
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 from soloist.model.folder import shipped_folder
 from soloist.reference.build import build_reference
 from soloist.reference.columns import columns_pay, rows_keep_bits
@@ -280,6 +286,61 @@ def test_a_quarter_of_wrong_tokens_takes_one_launch() -> None:
     assert end.timings.tokens_per_round > 3
 
 
+def looked_up(executor: KernelExecutor, asked: Asked, archive: Archive) -> Completion:
+    """Its answer with what the executor has it draft from."""
+    executor.drafting = replace(PREDICTIONS, looks_up=True)
+    drafter = executor.drafter(asked.prompt, None, archive)
+    _, (end,) = answers(executor, [asked], [drafter])
+    assert end is not None
+    return end
+
+
+def test_an_earlier_answer_is_looked_up_once_guesses_were_right() -> None:
+    executor, asked, plain = longer(240)
+    archive = Archive()
+    archive.add(plain)
+    end = looked_up(executor, asked, archive)
+    assert end.token_ids == plain
+    starts = launches_of_answer(executor, asked)
+    assert len(starts) == 2, "a plain one until two guesses were right, and one that drafts"
+    assert starts[1] - starts[0] < 10
+    assert end.timings.drafts.accepted > 190
+    assert end.timings.drafts.predicted == 0
+
+
+def test_a_text_that_does_not_repeat_has_the_launch_that_it_has_without_lookup() -> None:
+    executor, asked, plain = longer(40)
+    assert len({*pairwise(plain)}) == 39, "no two tokens come twice"
+    end = looked_up(executor, asked, Archive())
+    assert end.token_ids == plain
+    assert len(launches_of_answer(executor, asked)) == 1
+    assert end.timings.drafts.rounds == 0
+
+
+def test_texts_are_looked_up_where_the_kernel_drafts_and_a_round_is_long_enough() -> None:
+    sm90, bf16 = TYPICAL["sm_90a"], Dtype.BF16
+    large, small = PUBLIC["llama-3.2-1b"], read_config(shipped_folder("etude") / "config.json")
+    assert drafting_of(make_plan(large, bf16, sm90)) == replace(PREDICTIONS, looks_up=True)
+    for plan in (
+        make_plan(small, bf16, sm90),
+        make_plan(large, Dtype.FP16, sm90),
+        make_plan(large, bf16, sm90, ranks=2),
+    ):
+        assert drafting_of(plan) == PREDICTIONS
+
+
+@pytest.mark.parametrize("what", ["penalties", "form", "log probabilities"])
+def test_nothing_is_looked_up_for_what_the_kernel_cannot_do_alone(what: str) -> None:
+    executor, archive = drafting_kernel(1), Archive()
+    asked = wants(what)
+    _, (plain,) = answers(executor, [asked], [None])
+    archive.add(plain.token_ids)
+    decoder_of(executor).launches.clear()
+    end = looked_up(executor, asked, archive)
+    assert end.token_ids == plain.token_ids
+    assert end.timings.drafts.rounds == 0
+
+
 @pytest.mark.parametrize("what", ["penalties", "form", "log probabilities"])
 def test_what_the_kernel_cannot_do_alone_is_drafted_by_the_host(what: str) -> None:
     executor = drafting_kernel(1)
@@ -312,9 +373,16 @@ def test_the_next_round_runs_while_tokens_are_told() -> None:
     executor.check()
 
 
-def told(executor: KernelExecutor, asked: Asked, text: TextStream, drafter: Drafter | None):
-    """Texts as they come, and the end, of a request alone."""
+def told(
+    executor: KernelExecutor,
+    asked: Asked,
+    text: TextStream,
+    drafter: Drafter | None,
+    archive: Archive | None = None,
+):
+    """Texts as they come, and the end, of a request alone, which joins the archive."""
     core = EngineCore(executor)
+    core.archive = archive
     request = Request(asked.prompt, asked.sampler(), text, drafter=drafter)
     *chunks, end = core.run(request)
     executor.check()
@@ -340,6 +408,24 @@ def test_a_stop_string_ends_an_answer_while_the_next_round_runs() -> None:
         assert told(executor, asked, TextStream(tokenizer, stop), drafter) == plain, seed
         assert not decoder.is_running
     assert num_stopped == 40
+
+
+def test_a_stop_string_ends_an_answer_within_a_launch_that_drafts() -> None:
+    """It joins the texts that the host looks up in, while the kernel goes on with those before."""
+    tokenizer = Tokenizer.from_folder(shipped_folder("etude"))
+    for seed in range(20):
+        asked, rng = greedy(80), random.Random(seed)
+        asked.prompt = [3, *(rng.randrange(4, VOCAB) for _ in range(9))]
+        _, (ids, whole, *_) = told(kernel(1), asked, TextStream(tokenizer), None)
+        at = rng.randrange(len(whole) - 3)
+        stop = [whole[at : at + rng.randint(1, 3)]]
+        plain = told(kernel(1), asked, TextStream(tokenizer, stop), None)
+        executor, archive = drafting_kernel(1), Archive()
+        executor.drafting = ALWAYS
+        drafter = Drafter(ALWAYS, asked.prompt, edited(rng, ids, 0.05), archive)
+        text = TextStream(tokenizer, stop)
+        assert told(executor, asked, text, drafter, archive) == plain, seed
+        assert list(archive.ids[: len(plain[1][0])]) == list(plain[1][0])
 
 
 ALIGNED = {

@@ -52,6 +52,14 @@ def decode(
             show_default="0; with --prediction and --speculate auto 1",
         ),
     ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Also measure this model, in turns, such as the same one in another format; may "
+            "be repeated.",
+        ),
+    ] = None,
     sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
@@ -85,6 +93,8 @@ def decode(
     if shape is not None and (prediction or looks_up):
         option, given = ("--prediction", "on") if prediction else ("--speculate", speculate)
         raise SettingError(option, given, "only without --shape")
+    if shape is not None and beside:
+        raise SettingError("--beside", beside[0], "only without --shape")
     if wrong and not prediction:
         raise SettingError("--wrong", wrong, "only with --prediction")
     if temperature is None:
@@ -119,6 +129,7 @@ def decode(
         plan = bench_decode.Plan(
             asked, prompt_tokens, new_tokens, runs, against, busy, columns,
             looks_up=looks_up, wrong=wrong if prediction else None, temperature=temperature,
+            beside=tuple(beside or ()),
         )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
