@@ -171,12 +171,17 @@ inline u32 row_at(u32 place) {
 }
 
 // Half pages one after the other, from position 0 on; `out`: [rows][D], best and total: [rows].
-// `kDims`: of values, that a warp takes.
-template <u32 kDims, class M>
-void attend_by(u32 rows, u32 first_row, const i32* last, u32 half_pages, i32 window, float* out,
-               float* best, float* total) {
+template <class M>
+void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, const u8* pages,
+               u32 half_pages, i32 window, float* out, float* best, float* total) {
   constexpr u32 kBytes = 2 * M::kHalfPageBytes;
-  constexpr bool kShares = kDims < kSetDim<M>;
+  if (half_pages * kBytes > kQueriesAt) std::abort();
+  std::memcpy(shared, pages, half_pages * kBytes);
+  for (u32 row = 0; row < rows; ++row)
+    for (u32 d = 0; d < M::kHeadDim; ++d) {
+      u8* to = shared + kQueriesAt + q_offset<M>(held(first_row + row), d);
+      std::memcpy(to, queries + row * M::kHeadDim + d, 2);
+    }
   const bool few = kKnowsFewRows<M> && first_row / 8 == (first_row + rows - 1) / 8;
   const u32 begin = held(first_row), end = held(first_row + rows - 1) + 1;
   for (u32 set = 0; set < kLaneWarps<M>; ++set) {
@@ -186,7 +191,7 @@ void attend_by(u32 rows, u32 first_row, const i32* last, u32 half_pages, i32 win
       const Context<M> cx{none, {nullptr, nullptr}, warp, lane};
       const u32 from = M::kQueriesTogether < kMaxQueries ? begin : 0;
       const u32 own = from + row_set(cx) * M::kWarpTiles * 16;
-      u32 tiles = kShares;
+      u32 tiles = 0;
       for (u32 m = 0; m < M::kWarpTiles; ++m)
         if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
       if (!tiles) return;
@@ -202,18 +207,18 @@ void attend_by(u32 rows, u32 first_row, const i32* last, u32 half_pages, i32 win
         }
       const u32 q_rows = kQueriesAt + first / 16 * (M::kHeadDim / 32) * 1024 + lane * 16;
       QueryRows<M> query;
-      if constexpr (kShares || kKeepsQuery<M>) query.load(q_rows, first & 8);
-      Softmax<M, kDims> softmax;
+      if constexpr (kKeepsQuery<M>) query.load(q_rows);
+      Softmax<M> softmax;
       softmax.clear();
       for (u32 page = 0; page < half_pages; ++page) {
         const u32 keys = page * kBytes;
         const i32 start = page * kHalfPagePositions;
         const bool partly = window || start + static_cast<i32>(kHalfPagePositions) > first_position;
-        const u32 values = keys + M::kCodeBytes + first_dim<kDims>(cx) * M::kValueRowBytes;
-        const Scales<M> scales(keys, first_dim<kDims>(cx));
-        if constexpr (kShares || kKeepsQuery<M>)
+        const u32 values = keys + M::kCodeBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
+        const Scales<M> scales(keys, value_set(cx));
+        if constexpr (kKeepsQuery<M>)
           softmax.add(query, keys, values, scales, start, of_row, window, partly, lane);
-        else if (M::kWarpTiles > 1 && few)
+        else if (few)
           softmax.template add<1, 1>(q_rows, 1, first & 8, keys, values, scales, start, of_row,
                                      window, partly, lane);
         else
@@ -229,28 +234,11 @@ void attend_by(u32 rows, u32 first_row, const i32* last, u32 half_pages, i32 win
           const u32 row = row_at(first + m * 16 + lane / 4 + 8 * i) - first_row;
           if (row >= rows || (few && (m || i))) continue;
           float* to = out + row * M::kHeadDim;
-          store_row<M>(to, 0, first_dim<kDims>(cx), softmax.out[m], i, lane % 4);
+          store_row<M>(to, 0, value_set(cx) * kSetDim<M>, softmax.out[m], i, lane % 4);
           best[row] = softmax.best[m][i], total[row] = sum;
         }
     });
   }
-}
-template <class M>
-void attend_of(const u16* queries, u32 rows, u32 first_row, const i32* last, const u8* pages,
-               u32 half_pages, i32 window, float* out, float* best, float* total) {
-  constexpr u32 kBytes = 2 * M::kHalfPageBytes;
-  if (half_pages * kBytes > kQueriesAt) std::abort();
-  std::memcpy(shared, pages, half_pages * kBytes);
-  for (u32 row = 0; row < rows; ++row)
-    for (u32 d = 0; d < M::kHeadDim; ++d) {
-      u8* to = shared + kQueriesAt + q_offset<M>(held(first_row + row), d);
-      std::memcpy(to, queries + row * M::kHeadDim + d, 2);
-    }
-  if constexpr (kSharesFewRows<M>)
-    if (first_row / 8 == (first_row + rows - 1) / 8)
-      return attend_by<M::kHeadDim / kLaneWarps<M>, M>(rows, first_row, last, half_pages, window,
-                                                       out, best, total);
-  attend_by<kSetDim<M>, M>(rows, first_row, last, half_pages, window, out, best, total);
 }
 extern "C" void attend(const u16* queries, u32 rows, u32 first_row, const i32* last,
                        const u8* pages, u32 half_pages, i32 window, float* out, float* best,

@@ -39,8 +39,7 @@ struct GroupRows {
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
       if (own + m * 16 < end && own + m * 16 + 16 > begin) tiles |= 1u << m;
-    few = kKnowsFewRows<M> && (tiles || kSharesFewRows<M>) && begin / 8 == (end - 1) / 8;
-    if (kSharesFewRows<M> && few) tiles = 1;
+    few = kKnowsFewRows<M> && tiles && begin / 8 == (end - 1) / 8;
     first = few ? begin / 8 * 8 : own;
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m)
@@ -90,19 +89,18 @@ __device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32
   }
 }
 
-// `kDims`: of values, that a warp takes.
-template <u32 kDims, class M>
-__device__ __forceinline__ void attend_rows(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
-                                            const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
-  constexpr bool kShares = kDims < kSetDim<M>, kKeeps = kShares || kKeepsQuery<M>;
+template <class M>
+__device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
+                                             const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
+  if (known.end == 0 && merging.count == 0) return;
   park(cx, layer, own, stored, merging.count, group, known);
   const QueryGroup& g = kMovesRegisters ? group : parked(cx).group;
   const GroupWork<M>& work = kMovesRegisters ? known : parked(cx).work;
   const u32 q_rows = shared_address(cx.shared.q_rows()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = M::kWindow[layer];
   QueryRows<M> query;
-  if constexpr (kKeeps) query.load(q_rows, rows.first & 8);
-  Softmax<M, kDims> softmax;
+  if constexpr (kKeepsQuery<M>) query.load(q_rows);
+  Softmax<M> softmax;
   softmax.clear();
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
   // page's first half page that is seen.
@@ -128,12 +126,12 @@ __device__ __forceinline__ void attend_rows(Context<M>& cx, u32& layer, u32& own
         appended = true;
         __syncwarp();
       }
-      const u32 values = keys + M::kCodeBytes + first_dim<kDims>(cx) * M::kValueRowBytes;
-      const Scales<M> scales(keys, first_dim<kDims>(cx));
+      const u32 values = keys + M::kCodeBytes + value_set(cx) * kSetDim<M> * M::kValueRowBytes;
+      const Scales<M> scales(keys, value_set(cx));
       const bool partly = window || behind > g.first_position;
-      if constexpr (kKeeps)
+      if constexpr (kKeepsQuery<M>)
         softmax.add(query, keys, values, scales, start, rows.last, window, partly, cx.lane);
-      else if (M::kWarpTiles > 1 && kKnowsFewRows<M> && rows.few)
+      else if (kKnowsFewRows<M> && rows.few)
         softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
                                     cx.lane);
       else
@@ -152,13 +150,4 @@ __device__ __forceinline__ void attend_rows(Context<M>& cx, u32& layer, u32& own
   }
   unpark(cx, layer, own, stored, merging.count, group);
   merging.gather(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
-}
-
-template <class M>
-__device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
-                                             const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
-  if (known.end == 0 && merging.count == 0) return;
-  if constexpr (kSharesFewRows<M>)
-    if (rows.few) return attend_rows<M::kHeadDim / kLaneWarps<M>>(cx, layer, own, stored, group, known, rows, merging);
-  attend_rows<kSetDim<M>>(cx, layer, own, stored, group, known, rows, merging);
 }

@@ -42,8 +42,7 @@ struct LaneMerge {
 
   // Softmaxes of a group's queries come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
   // after it.
-  template <u32 kDims>
-  __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M, kDims>& softmax, const QueryGroup& g, u32 first_row,
+  __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
                                          u32 head, bool empty, bool last) {
     if constexpr (kMostQueries == 1) {
       if (empty) return;
@@ -62,11 +61,10 @@ struct LaneMerge {
   }
   static __device__ __forceinline__ bool is_padding(u32 held) { return M::kWideQueries && held % M::kQueryRows >= M::kGroup; }
 
-  template <u32 kDims>
-  __device__ __forceinline__ void gather_several(const Context<M>& cx, const Softmax<M, kDims>& softmax, const QueryGroup& g,
-                                                 u32 first_row, u32 head, bool empty, bool last) {
+  __device__ __forceinline__ void gather_several(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
+                                                 u32 head, bool empty, bool last) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
-    const u32 dims = first_dim<kDims>(cx), mine = softmax_lane(cx), q = cx.lane % 4;
+    const u32 dims = value_set(cx) * kSetDim<M>, mine = softmax_lane(cx), q = cx.lane % 4;
     float* values = reinterpret_cast<float*>(cx.shared.reduce());
     float2* stats = cx.shared.stats();     // [lane][row]
     float totals[M::kWarpTiles][kRowHalves<M>];  // every lane of a quad holds the maximum but only a part of the sum
@@ -102,8 +100,7 @@ struct LaneMerge {
   }
 
   // The rows of one query, which are in one tile, or in half of one.
-  template <u32 kDims>
-  __device__ __forceinline__ void gather_one(const Context<M>& cx, const Softmax<M, kDims>& softmax, u32 first_row) {
+  __device__ __forceinline__ void gather_one(const Context<M>& cx, const Softmax<M>& softmax, u32 first_row) {
     float totals[kRowHalves<M>];
 #pragma unroll
     for (u32 i = 0; i < kRowHalves<M>; ++i) {
@@ -115,7 +112,7 @@ struct LaneMerge {
     for (u32 i = 0; i < kRowHalves<M>; ++i) {
       const u32 row = first_row + 8 * i + cx.lane / 4, q = cx.lane % 4, at = softmax_lane(cx) * M::kGroup + row;
       if (row >= M::kGroup) return;
-      const u32 dims = first_dim<kDims>(cx), swap = row & kRowSwap<M>;
+      const u32 dims = value_set(cx) * kSetDim<M>, swap = row & kRowSwap<M>;
       if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][i], totals[i]);
       store_row<M>(reinterpret_cast<float*>(cx.shared.reduce()) + at * M::kHeadDim, swap, dims, softmax.out[0], i, q);
     }

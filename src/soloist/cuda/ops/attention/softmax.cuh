@@ -19,17 +19,9 @@ inline constexpr u32 kSetDim = M::kHeadDim / kValueSets<M>;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 template <class M>
 inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
-// One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
-// once.
-inline constexpr u32 kValuesAtOnce = 8;
-// Warps that have other rows each share up to 8 rows, such as one query's, where half of them would have none: each takes other
-// values, as with one query.
+// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much.
 template <class M>
-inline constexpr bool kSharesFewRows = kTileSets<M> > 1 && M::kWarpTiles == 1 && !M::kWideQueries && kMovesRegisters &&
-                                       M::kHeadDim % (8 * kValuesAtOnce * kLaneWarps<M>) == 0;
-// A warp that takes several tiles knows a way for up to 8 rows, too: it multiplies a quarter as much.
-template <class M>
-inline constexpr bool kKnowsFewRows = (M::kWarpTiles > 1 && !M::kWideQueries) || kSharesFewRows<M>;
+inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1 && !M::kWideQueries;
 
 // A group's rows may begin in the upper half of a tile: four queries together with half a tile each.
 template <class M>
@@ -42,9 +34,8 @@ __device__ __forceinline__ u32 softmax_lane(const Context<M>& cx) {
 }
 template <class M>
 __device__ __forceinline__ u32 row_set(const Context<M>& cx) { return kTileSets<M> > 1 ? cx.warp / M::kSoftmaxLanes : 0; }
-// Of values it takes kDims dimensions from this one on.
-template <u32 kDims, class M>
-__device__ __forceinline__ u32 first_dim(const Context<M>& cx) { return kDims < M::kHeadDim ? cx.warp / M::kSoftmaxLanes * kDims : 0; }
+template <class M>
+__device__ __forceinline__ u32 value_set(const Context<M>& cx) { return kValueSets<M> > 1 ? cx.warp / M::kSoftmaxLanes : 0; }
 
 // The first operand of a multiply of 8 rows: those of one half of a tile.
 __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
@@ -54,6 +45,9 @@ __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
 // A tile of the upper half of one and the lower half of the next.
 __device__ __forceinline__ uint4 middle_rows(const uint4& tile, const uint4& next) { return make_uint4(tile.y, next.x, tile.w, next.z); }
 
+// One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
+// once.
+inline constexpr u32 kValuesAtOnce = 8;
 template <class M>
 inline constexpr bool kKeepsQuery =
     kMostQueries == 1 && !M::kWideQueries && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0;
@@ -61,13 +55,9 @@ template <class M>
 struct QueryRows {
   uint4 low[M::kHeadDim / 32], high[M::kHeadDim / 32];
 
-  // `upper`: they are the upper half of a tile; they come to the same bits in the lower.
-  __device__ __forceinline__ void load(u32 q_rows, bool upper) {
+  __device__ __forceinline__ void load(u32 q_rows) {
 #pragma unroll
-    for (u32 k = 0; k < M::kHeadDim / 32; ++k) {
-      low[k] = load_shared(q_rows + k * 1024), high[k] = load_shared(q_rows + k * 1024 + 512);
-      if (kSharesFewRows<M>) low[k] = lower_rows(low[k], upper), high[k] = lower_rows(high[k], upper);
-    }
+    for (u32 k = 0; k < M::kHeadDim / 32; ++k) low[k] = load_shared(q_rows + k * 1024), high[k] = load_shared(q_rows + k * 1024 + 512);
   }
 };
 
@@ -85,11 +75,11 @@ template <class M>
 struct Scales {
   u32 keys = 0, values = 0;
 
-  __device__ __forceinline__ Scales(u32 half_page, u32 first_dim) {
+  __device__ __forceinline__ Scales(u32 half_page, u32 value_set) {
     if constexpr (kHasCodes<M>) {
       keys = half_page + 2 * M::kCodeBytes;
       values = keys + M::kScales * M::kScaleRowBytes;
-      if constexpr (kScalesByStep<M>) values += first_dim / 32 * M::kScaleRowBytes;
+      if constexpr (kScalesByStep<M>) values += value_set * (kSetDim<M> / 32) * M::kScaleRowBytes;
     }
   }
 };
@@ -143,17 +133,17 @@ struct StepScores<M, true> {
   }
 };
 
-// Running softmaxes over kWarpTiles · 16 rows (query, query head): sums of kDims dimensions of values, maxima, sums of weights.
-template <class M, u32 kDims = kSetDim<M>>
+// Running softmaxes over kWarpTiles · 16 rows (query, query head): sums of values, maxima, sums of weights.
+template <class M>
 struct Softmax {
-  float out[M::kWarpTiles][kDims / 8][4];
+  float out[M::kWarpTiles][kSetDim<M> / 8][4];
   float best[M::kWarpTiles][kRowHalves<M>], total[M::kWarpTiles][kRowHalves<M>];  // best: of scores to base 2
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (u32 m = 0; m < M::kWarpTiles; ++m) {
 #pragma unroll
-      for (u32 n = 0; n < kDims / 8; ++n)
+      for (u32 n = 0; n < kSetDim<M> / 8; ++n)
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
 #pragma unroll
@@ -202,7 +192,7 @@ struct Softmax {
     u32 weight[kTiles][4][2];
     weigh<kTiles, kHalves>(score, weight, tiles, start, last, window, partly, q);
 #pragma unroll
-    for (u32 n = 0; n < kDims / 8; n += 4) {
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
       Values<M, 4> of_step;
       of_step.load(values, n, g, q);
       if constexpr (kHasCodes<M>)
@@ -222,9 +212,9 @@ struct Softmax {
     }
   }
 
-  // The same for up to 8 rows, which are in registers. Keys and values are asked for before anything waits for them.
+  // The same for one query, whose rows are in registers. Keys and values are asked for before anything waits for them.
   __device__ __forceinline__ void add(const QueryRows<M>& query, u32 keys, u32 values, const Scales<M>& scales, i32 start,
-                                      const i32 (&last)[M::kWarpTiles][kRowHalves<M>], i32 window, bool partly, u32 lane) {
+                                      const i32 (&last)[1][1], i32 window, bool partly, u32 lane) {
     constexpr u32 kParts = M::kHeadDim / 32, kScaled = kScalesByStep<M> ? 4 : kValuesAtOnce;
     const u32 g = lane / 4, q = lane % 4;
     const LaneKeys<M> of_lane(keys, g, q);
@@ -260,7 +250,7 @@ struct Softmax {
 #pragma unroll
     for (u32 t = 0; t < 4; ++t) rest[t] = pack_pair(score[0][t][2], score[0][t][3]);
 #pragma unroll
-    for (u32 first = 0; first < kDims / 8; first += kValuesAtOnce) {
+    for (u32 first = 0; first < kSetDim<M> / 8; first += kValuesAtOnce) {
       if (first > 0) v.load(values, first, g, q);
 #pragma unroll
       for (u32 part = 0; part < kValuesAtOnce; part += kScaled) {
@@ -358,7 +348,7 @@ struct Softmax {
         total[m][r] = total[m][r] * shrink + sum;
         if (shrinks) {
 #pragma unroll
-          for (u32 n = 0; n < kDims / 8; ++n) {
+          for (u32 n = 0; n < kSetDim<M> / 8; ++n) {
             out[m][n][2 * r] *= shrink;
             out[m][n][2 * r + 1] *= shrink;
           }
@@ -376,11 +366,11 @@ struct Softmax {
 };
 
 // A lane's sums of one row, of the lower or the upper half of a tile, to where the row's values lie, from dimension `dims` on.
-template <class M, u32 kCount>
-__device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, const float (&out)[kCount][4], u32 half, u32 q) {
+template <class M>
+__device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, const float (&out)[kSetDim<M> / 8][4], u32 half, u32 q) {
   if constexpr (M::kCodeBits == 4) {  // sums of two times eight dimensions are neighbours, see Values
 #pragma unroll
-    for (u32 n = 0; n < kCount; n += 2) {
+    for (u32 n = 0; n < kSetDim<M> / 8; n += 2) {
       float2* to = reinterpret_cast<float2*>(values + (dims / 8 + n + q / 2 ^ swap) * 8 + q % 2 * 4);
       to[0] = make_float2(in_full<M>(out[n][2 * half]), in_full<M>(out[n + 1][2 * half]));
       to[1] = make_float2(in_full<M>(out[n][2 * half + 1]), in_full<M>(out[n + 1][2 * half + 1]));
@@ -388,6 +378,6 @@ __device__ __forceinline__ void store_row(float* values, u32 swap, u32 dims, con
   } else {
     float2* to = reinterpret_cast<float2*>(values + 2 * q);
 #pragma unroll
-    for (u32 n = 0; n < kCount; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(in_full<M>(out[n][2 * half]), in_full<M>(out[n][2 * half + 1]));
+    for (u32 n = 0; n < kSetDim<M> / 8; ++n) to[(dims / 8 + n ^ swap) * 4] = make_float2(in_full<M>(out[n][2 * half]), in_full<M>(out[n][2 * half + 1]));
   }
 }
