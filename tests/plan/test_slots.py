@@ -243,6 +243,8 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     much = planned("llama-3.1-8b", "int4", "sm_90a")
     assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (3, 3, 3))
     assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
+    slow = planned("llama-3.1-8b", "super-mixed", "sm_90a")
+    assert (slow.waiting_copies_in_flight, slow.copies_in_flight) == (2, (4, 4, 4))
     more = planned("llama-3.1-8b", "fp8", "sm_90a")
     assert (more.waiting_copies_in_flight, more.copies_in_flight) == (0, (3, 3, 3))
     ranks = make_plan(

@@ -187,8 +187,8 @@ class Plan:
         """
         tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
-            if self.has_experts:
-                return (tuning.mixture_copies_in_flight[1],) * 3
+            if self._pauses:
+                return (tuning.pausing_copies_in_flight[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         few = self._streams_little or (
@@ -206,8 +206,8 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         if self.ranks > 1:
             return 0
-        if self.has_experts:
-            return tuning.mixture_copies_in_flight[0]
+        if self._pauses:
+            return tuning.pausing_copies_in_flight[0]
         few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
         differs = self._is_quantized and few < self.image.busiest_layer_bytes <= most
         return tuning.waiting_copies_in_flight if differs else 0
@@ -218,12 +218,21 @@ class Plan:
         return self.image.busiest_layer_bytes <= self.gpu.architecture.tuning.few_layer_bytes
 
     @property
-    def _is_quantized(self) -> bool:
-        return any(
-            not op.matrix.format.is_plain
-            for kind in self.image.kinds
-            for op in kind.operations.values()
+    def _pauses(self) -> bool:
+        """Memory is to pause while blocks wait, and to hurry between: of mixtures, and K-quants."""
+        formats = self._layer_formats
+        return self.has_experts or (
+            not self._streams_little and any(f.super_block for f in formats)
         )
+
+    @property
+    def _is_quantized(self) -> bool:
+        return any(not f.is_plain for f in self._layer_formats)
+
+    @property
+    def _layer_formats(self) -> list[WeightFormat]:
+        kinds = self.image.kinds
+        return [op.matrix.format for kind in kinds for op in kind.operations.values()]
 
     @property
     def head_copies_in_flight(self) -> int:

@@ -18,8 +18,9 @@ class Tuning:
             of blocks that stream more than `waiting_layer_bytes` of a layer: memory that rests for
             them has no time to make up for it.
         waiting_layer_bytes: see above.
-        mixture_copies_in_flight: the same of mixtures, while a block waits for others, and while it
-            multiplies. Their experts come after a wait.
+        pausing_copies_in_flight: the same of mixtures, whose experts come after a wait, and of
+            super-blocks, which wait for instructions: while a block waits for others, and while it
+            multiplies.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
@@ -70,7 +71,7 @@ class Tuning:
     copies_in_flight: int = 3
     waiting_copies_in_flight: int = 2
     waiting_layer_bytes: int = 1024 * 1024
-    mixture_copies_in_flight: tuple[int, int] = (2, 4)
+    pausing_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
