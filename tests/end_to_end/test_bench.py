@@ -54,6 +54,23 @@ def test_accuracy_with_a_kv_cache_in_fewer_bits(soloist, tmp_path):
         assert mean == pytest.approx(found["int4"][figure], rel=1e-6)
 
 
+def test_models_are_measured_in_turns(soloist, tmp_path):
+    file = tmp_path / "rows.json"
+    sizes = ("--prompt-tokens", 9, "--new-tokens", 5, "--runs", 2, "--device", "cpu")
+    asked = ("bench", "decode", "etude-draft", "--beside", "etude", "--beside", "etude-draft")
+    done = soloist(*asked, *sizes, "-o", file)
+    assert done.status == 0, done.err
+    rows = json.loads(file.read_text())
+    assert [row["shape"] for row in rows] == ["etude-draft", "etude", "etude-draft"]
+    assert {row["runs"] for row in rows} == {2}
+    assert rows[0]["output_ids_sha256"] == rows[2]["output_ids_sha256"]
+    assert rows[0]["streamed_bytes_per_token"] < rows[1]["streamed_bytes_per_token"]
+    refused = soloist("bench", "decode", "--shape", SHAPE, "--beside", "etude")
+    assert refused.status == 2
+    assert "--beside" in refused.err
+    assert "only without --shape" in refused.err
+
+
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
 @pytest.mark.parametrize("subject", [("etude-draft",), ("--shape", SHAPE)], ids=["model", "shape"])
 def test_speed_with_a_kv_cache_in_fewer_bits(soloist, tmp_path, bench, subject):

@@ -152,23 +152,24 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         Engine.load(replace(plan.asked, model=model, context_tokens=tokens))
         for model in (plan.asked.model, *plan.beside)
     ]
-    engine = engines[0]
-    results: list[tuple[Engine, Contender, list[Run]]] = [
-        (one, contender, []) for one in engines for contender in _of_engine(plan, one)
+    engine, prompts = engines[0], [python_prompt(one, plan.prompt_tokens) for one in engines]
+    results: list[tuple[Engine, list[int], Contender, list[Run]]] = [
+        (one, prompt_ids, contender, [])
+        for one, prompt_ids in zip(engines, prompts, strict=True)
+        for contender in _of_engine(plan, one)
     ]
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
 
-        results += [(engine, rival, []) for rival in rivals(engine)]
-    prompts = {id(one): python_prompt(one, plan.prompt_tokens) for one in engines}
+        results += [(engine, prompts[0], rival, []) for rival in rivals(engine)]
     device = torch.device(engine.resolved.device)
     bandwidth = read_bandwidth(device)
     flush = Flush(device)
     with others_counted(plan.num_busy) as others, watching(gpu_uuid(device)) as watch:
         for i in range(plan.runs + 1):
-            for one, contender, timed in results:
+            for _, prompt_ids, contender, timed in results:
                 flush()
-                run = contender.run(prompts[id(one)], plan.new_tokens)
+                run = contender.run(prompt_ids, plan.new_tokens)
                 if i > 0:
                     timed.append(run)
     return [
@@ -177,7 +178,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             others_cores=others.cores,
             busy_processes=plan.num_busy,
         )
-        for one, contender, runs in results
+        for one, _, contender, runs in results
     ]
 
 

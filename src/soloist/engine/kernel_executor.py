@@ -46,7 +46,7 @@ from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Archive, Costs, Draft, Drafter, Drafting
+from soloist.speculation import Costs, Draft, Drafting
 
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
@@ -63,7 +63,7 @@ _ROUNDS_TOKENS = 64
 # How predictions are drafted; where launches draft, other texts are looked up as well. A round that
 # checks drafts has more queries, and a launch of its own where the host drafts; what both cost is
 # taken to be this, in thousandths of a round.
-PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False)
+PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False, rests_first=True)
 
 # Instead of a token, where no score was a number.
 _NO_SCORE = NO_TOKEN["NAN"][0]
@@ -146,18 +146,6 @@ class KernelExecutor(Executor):
         self._saved: SavedChunks | None = None
         # Of open requests whose prompts are cached and saved.
         self._trails: dict[Request, Trail] = {}
-
-    def drafter(
-        self,
-        prompt_ids: Sequence[int],
-        prediction_ids: Sequence[int] | None,
-        archive: Archive | None = None,
-    ) -> Drafter | None:
-        """See Executor. Without a prediction nothing is checked before guesses were right."""
-        drafter = super().drafter(prompt_ids, prediction_ids, archive)
-        if drafter is not None and not drafter.has_prediction:
-            drafter.rest()
-        return drafter
 
     # --- pages ------------------------------------------------------------------------------------
 

@@ -36,7 +36,8 @@ class Tuning:
         fetch_cycles: from one such slot to the next, which is the memory's pace.
         fetch_layer_bytes: see above.
         unrolled_tile_steps: tiles · steps of a multiply that are unrolled together: enough to have
-            activations in flight, few enough for the instruction cache.
+            activations in flight, few enough for the instruction cache. Twice as many where fewer
+            steps of quantised weights fill no slots.
         max_depth: steps of activations in flight, at most.
         several_quantized_depth: the same of quantised weights in builds for several queries. Large
             layers have many tiles, and with more steps the code of a layer no longer fits the 128

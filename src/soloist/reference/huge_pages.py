@@ -1,7 +1,7 @@
 """Memory in huge pages, for matrices that a CPU reads from one end to the other for every token.
 
-With pages of 4 KB a core looks up a page for each 4 KB that it reads, which costs a tenth of the
-time. Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
+With pages of 4 KB a core looks up a page for each 4 KB that it reads, which takes time
+(docs/experiments/cpu.md). Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
 """
 
 import contextlib

@@ -34,10 +34,12 @@ class Drafting:
     Attributes:
         costs: of its steps.
         looks_up: whether drafts come from the texts that are there, too, or of predictions alone.
+        rests_first: whether a request without a prediction rests until guesses were right.
     """
 
     costs: Costs
     looks_up: bool
+    rests_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class Drafter:
         self._history: Tokens | None = None
         self._num_seen = self._num_waited = self._num_right = 0
         self._guess: Draft | None = None
-        self.is_resting = False
+        self.is_resting = drafting.rests_first and prediction_ids is None
         self._prediction = None if prediction_ids is None else Prediction(as_ids(prediction_ids))
         self._costs = costs = drafting.costs
         self._depths = [Depth(costs, _FIRST_PREDICTION)]

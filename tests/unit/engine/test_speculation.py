@@ -390,39 +390,39 @@ def told(
     return [event.text for event in chunks], (end.token_ids, end.text, end.finish_reason, end.stop)
 
 
+def stopped(seed: int, tokenizer: Tokenizer):
+    """A request, a stop string that its answer has, what is told then, and an edited answer."""
+    asked, rng = greedy(80), random.Random(seed)
+    asked.prompt = [3, *(rng.randrange(4, VOCAB) for _ in range(9))]
+    _, (ids, whole, *_) = told(kernel(1), asked, TextStream(tokenizer), None)
+    at = rng.randrange(len(whole) - 3)
+    stop = [whole[at : at + rng.randint(1, 3)]]
+    plain = told(kernel(1), asked, TextStream(tokenizer, stop), None)
+    assert plain[1][2] == "stop"
+    return asked, stop, plain, edited(rng, ids, 0.05)
+
+
 def test_a_stop_string_ends_an_answer_while_the_next_round_runs() -> None:
     """Only who joins tokens to text sees it, and a round is under way by then."""
-    tokenizer, num_stopped = Tokenizer.from_folder(shipped_folder("etude")), 0
+    tokenizer = Tokenizer.from_folder(shipped_folder("etude"))
     for seed in range(40):
-        asked, rng = greedy(80), random.Random(seed)
-        asked.prompt = [3, *(rng.randrange(4, VOCAB) for _ in range(9))]
-        _, (ids, whole, *_) = told(kernel(1), asked, TextStream(tokenizer), None)
-        at = rng.randrange(len(whole) - 3)
-        stop = [whole[at : at + rng.randint(1, 3)]]
-        plain = told(kernel(1), asked, TextStream(tokenizer, stop), None)
-        num_stopped += plain[1][2] == "stop"
+        asked, stop, plain, predicted = stopped(seed, tokenizer)
         executor = kernel(1)
         executor.drafting, decoder = ALWAYS, executor.decoder
         assert isinstance(decoder, FakeDecoder)
-        drafter = Drafter(ALWAYS, asked.prompt, edited(rng, ids, 0.05))
+        drafter = Drafter(ALWAYS, asked.prompt, predicted)
         assert told(executor, asked, TextStream(tokenizer, stop), drafter) == plain, seed
         assert not decoder.is_running
-    assert num_stopped == 40
 
 
 def test_a_stop_string_ends_an_answer_within_a_launch_that_drafts() -> None:
     """It joins the texts that the host looks up in, while the kernel goes on with those before."""
     tokenizer = Tokenizer.from_folder(shipped_folder("etude"))
     for seed in range(20):
-        asked, rng = greedy(80), random.Random(seed)
-        asked.prompt = [3, *(rng.randrange(4, VOCAB) for _ in range(9))]
-        _, (ids, whole, *_) = told(kernel(1), asked, TextStream(tokenizer), None)
-        at = rng.randrange(len(whole) - 3)
-        stop = [whole[at : at + rng.randint(1, 3)]]
-        plain = told(kernel(1), asked, TextStream(tokenizer, stop), None)
+        asked, stop, plain, predicted = stopped(seed, tokenizer)
         executor, archive = drafting_kernel(1), Archive()
         executor.drafting = ALWAYS
-        drafter = Drafter(ALWAYS, asked.prompt, edited(rng, ids, 0.05), archive)
+        drafter = Drafter(ALWAYS, asked.prompt, predicted, archive)
         text = TextStream(tokenizer, stop)
         assert told(executor, asked, text, drafter, archive) == plain, seed
         assert list(archive.ids[: len(plain[1][0])]) == list(plain[1][0])
