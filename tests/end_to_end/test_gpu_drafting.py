@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -22,18 +23,29 @@ PROMPT = "def fibonacci(n):\n"
 TOKENS = 200
 
 
+# What drafting depends on: matrices in integers, and ranks, which share GPU 0 here.
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "int4": {"weights": "int4"},
+    "int8": {"weights": "int8"},
+    "2-ranks": {"rank_devices": (0, 0)},
+    "2-ranks-int4": {"rank_devices": (0, 0), "weights": "int4"},
+    "8-ranks": {"rank_devices": (0,) * 8},
+}
+
+
 @cache
-def model(weights: str | None) -> KernelModel:
-    asked = EngineConfig("etude", device="cuda", context_tokens=4096, weights=weights)
+def model(kind: str) -> KernelModel:
+    asked = EngineConfig("etude", device="cuda:0", context_tokens=4096, **KINDS[kind])
     loaded = Engine.load(asked).model
     assert isinstance(loaded, KernelModel)
     assert loaded.drafts_in_kernel
     return loaded
 
 
-@pytest.fixture(params=[None, "int4", "int8"], ids=["bf16", "int4", "int8"])
-def weights(request: pytest.FixtureRequest) -> str | None:
-    """What matrices are rounded to."""
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the model."""
     return request.param
 
 
@@ -42,10 +54,10 @@ def prompt() -> tuple[int, ...]:
     return tuple(Engine.load(EngineConfig("etude", device="cpu")).tokenizer.encode(PROMPT))
 
 
-def choice(weights: str | None, samples: bool, output: list[int]) -> Choice | None:
+def choice(kind: str, samples: bool, output: list[int]) -> Choice | None:
     if not samples:
         return None
-    vocab = model(weights).plan.model.vocab_size
+    vocab = model(kind).plan.model.vocab_size
     counts = TokenCounts(vocab, list(prompt()))
     for token_id in output:
         counts.add(token_id)
@@ -53,25 +65,25 @@ def choice(weights: str | None, samples: bool, output: list[int]) -> Choice | No
 
 
 @cache
-def plain(weights: str | None, samples: bool) -> tuple[int, ...]:
+def plain(kind: str, samples: bool) -> tuple[int, ...]:
     """The prompt is fed, then the answer is decoded, a token a round."""
-    decoder, ids = model(weights).decoder, list(prompt())
+    decoder, ids = model(kind).decoder, list(prompt())
     first = decoder.run([Query(0, 0, ids)], len(ids))[-1][0]
-    query = Query(0, len(ids), [first], choice=choice(weights, samples, [first]))
+    query = Query(0, len(ids), [first], choice=choice(kind, samples, [first]))
     made = [first, *(tokens[0] for tokens in decoder.run([query], TOKENS))]
     assert len(made) == TOKENS + 1
     return tuple(made)
 
 
 def drafted(
-    weights: str | None, samples: bool, drafter: Drafter, stops: list[int], most: int
+    kind: str, samples: bool, drafter: Drafter, stops: list[int], most: int
 ) -> list[tuple[DraftedRound, int]]:
     """Rounds of a launch over the same pages, and how many tokens the definition drafts in each."""
-    decoder, ids, output = model(weights).decoder, list(prompt()), [plain(weights, samples)[0]]
+    decoder, ids, output = model(kind).decoder, list(prompt()), [plain(kind, samples)[0]]
     left = most
     draft = drafter.draft(output, min(7, left - 1))
     launch = DraftingLaunch(drafter.state, draft, ids, output, most)
-    query = Query(0, len(ids), output, stops, choice=choice(weights, samples, output))
+    query = Query(0, len(ids), output, stops, choice=choice(kind, samples, output))
     decoder.start_drafting(query, launch)
     rounds, answer = [], [*output]
     for made in decoder.drafted_rounds():
@@ -90,13 +102,13 @@ def drafted(
 
 @pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("wrong", [0.0, 0.1, 0.5, 1.0, None])
-def test_drafts_change_no_token(weights: str | None, samples: bool, wrong: float | None) -> None:
-    answer, rng = list(plain(weights, samples)), random.Random(3)
+def test_drafts_change_no_token(kind: str, samples: bool, wrong: float | None) -> None:
+    answer, rng = list(plain(kind, samples)), random.Random(3)
     predicted = None
     if wrong is not None:
         predicted = [rng.randrange(2000) if rng.random() < wrong else t for t in answer]
     drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
-    rounds = drafted(weights, samples, drafter, [], TOKENS)
+    rounds = drafted(kind, samples, drafter, [], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
     assert [made.num_drafted for made, _ in rounds] == [count for _, count in rounds]
     if wrong == 0.0:
@@ -104,27 +116,27 @@ def test_drafts_change_no_token(weights: str | None, samples: bool, wrong: float
 
 
 @pytest.mark.parametrize("samples", [False, True])
-def test_a_stop_ends_the_launch(weights: str | None, samples: bool) -> None:
-    answer = list(plain(weights, samples))
+def test_a_stop_ends_the_launch(kind: str, samples: bool) -> None:
+    answer = list(plain(kind, samples))
     stop = answer[50]
     until = answer.index(stop, 1)
     drafter = Drafter(PREDICTED, prompt(), [*answer[:until], 1, 1, 1], Archive())
-    rounds = drafted(weights, samples, drafter, [stop], TOKENS)
+    rounds = drafted(kind, samples, drafter, [stop], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1 : until + 1]
 
 
-def test_an_earlier_answer_is_drafted_from(weights: str | None) -> None:
-    answer, archive = list(plain(weights, True)), Archive()
+def test_an_earlier_answer_is_drafted_from(kind: str) -> None:
+    answer, archive = list(plain(kind, True)), Archive()
     archive.add(answer)
-    rounds = drafted(weights, True, Drafter(ALWAYS, prompt(), None, archive), [], TOKENS)
+    rounds = drafted(kind, True, Drafter(ALWAYS, prompt(), None, archive), [], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
     assert len(rounds) < TOKENS // 2
 
 
-def test_the_same_launch_makes_the_same_rounds(weights: str | None) -> None:
-    answer, seen = list(plain(weights, True)), []
+def test_the_same_launch_makes_the_same_rounds(kind: str) -> None:
+    answer, seen = list(plain(kind, True)), []
     for _ in range(5):
         predicted = [t if n % 9 else 5 for n, t in enumerate(answer)]
         drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
-        seen.append([made for made, _ in drafted(weights, True, drafter, [], TOKENS)])
+        seen.append([made for made, _ in drafted(kind, True, drafter, [], TOKENS)])
     assert all(one == seen[0] for one in seen)

@@ -381,7 +381,6 @@ class KernelModel(KernelExecutor):
         with torch.cuda.device(self.device):
             self.decoder.prepare_sampling()
             if self.drafts_in_kernel and self.drafting is not None:
-                assert isinstance(self.decoder, Decoder), "of one rank"
                 self.decoder.prepare_drafting()
             if self._stays_in_place:
                 first = self.chunks.width(0)

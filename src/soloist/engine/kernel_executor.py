@@ -39,7 +39,7 @@ from soloist.kv.page_copies import PageCopies
 from soloist.kv.saving import SavedChunks, SavedTokens, Source, Trail
 from soloist.kv.tiers import CachedTokens, Host
 from soloist.megakernel.abi import MAX_STOPS
-from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
@@ -437,7 +437,6 @@ class KernelExecutor(Executor):
         drafter, decoder = request.drafter, self.decoder
         assert drafter is not None, "it drafts"
         assert self.drafting is not None, "it drafts"
-        assert isinstance(decoder, _DraftingLauncher), "several ranks do not"
         allocation = self.allocation_of(request)
         count = min(most, decoder.max_rounds, request.num_wanted)
         left = self._take_pages([request], count)
@@ -708,17 +707,6 @@ class _PreparingLauncher(Protocol):
         """See Decoder."""
 
     def start_next(self) -> None:
-        """See Decoder."""
-
-
-@runtime_checkable
-class _DraftingLauncher(Protocol):
-    """What of a decoder launches rounds that draft."""
-
-    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        """See Decoder."""
-
-    def drafted_rounds(self) -> Iterator[DraftedRound]:
         """See Decoder."""
 
 

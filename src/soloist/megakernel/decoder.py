@@ -206,7 +206,6 @@ class Decoder:
             launch: texts, the first draft, and most tokens; at most `max_rounds`.
         """
         assert self.plan.ranks == 1, "ranks start together"
-        assert 1 <= launch.most_tokens <= self.max_rounds, "rounds"
         given = pack_drafting(query, launch, self.plan.model.vocab_size)
         self.prepare(given, drafting=launch)
         self.go()
@@ -222,11 +221,12 @@ class Decoder:
     ) -> None:
         """Queue the copies of what a launch reads; `logits` as of `start`.
 
-        `drafting`: of a launch that drafts, which `given` was packed for.
+        `drafting`: of a launch that drafts, which `given` was packed for; of at most `max_rounds`.
 
         No rank may start before all are prepared: ranks write to each other. A launch that runs
         on this one has its copies behind it, in the same stream.
         """
+        assert given.most_rounds <= self.max_rounds, "rounds"
         self._given_on_host.reverse()
         count, given_on_host = len(given.words), self._given_on_host[0]
         words = given_on_host.numpy()

@@ -32,7 +32,7 @@ MOST_TEXT_TOKENS = 1 << _NEARNESS_BITS
 def drafts(plan: Plan) -> bool:
     """Whether launches of such a model draft: it is of a kind for which a GPU has shown it."""
     is_other = plan.has_experts or plan.shape.has_lanes or plan.kv is not None
-    is_plain = plan.ranks == 1 and plan.dtype is Dtype.BF16 and not is_other
+    is_plain = plan.dtype is Dtype.BF16 and not is_other
     return is_plain and all(f.is_integer and not f.super_block for f in plan.formats.values())
 
 

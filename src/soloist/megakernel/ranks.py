@@ -2,21 +2,25 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
 from soloist.megakernel.fault import RanksFault
 from soloist.megakernel.header import Build
-from soloist.megakernel.launch import Query
+from soloist.megakernel.launch import Query, pack_drafting
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.parallel.peers import allow_access
 from soloist.sampling.constraint import Words
 
 # After one rank has failed: for the others' watchdogs to report, and longer than they take.
 _REPORTS_S = 6.0
+
+_Told = TypeVar("_Told")
 
 
 class Ranks:
@@ -79,6 +83,11 @@ class Ranks:
         for decoder in self.decoders:
             decoder.prepare_sampling()
 
+    def prepare_drafting(self) -> None:
+        """Build now what the first launches that draft would wait for."""
+        for decoder in self.decoders:
+            decoder.prepare_drafting()
+
     def start(self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None) -> None:
         """Start a launch; arguments as of `Decoder.start`.
 
@@ -97,6 +106,21 @@ class Ranks:
             self._kept = (parts, logits)
         for rank, decoder in enumerate(self.decoders):
             decoder.prepare(given, None if self._kept is None else self._kept[0][rank])
+        self._go()
+
+    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """Start a launch that drafts; arguments as of `Decoder.start_drafting`.
+
+        Each rank drafts for itself, from texts and choices that are the same everywhere.
+        """
+        given = pack_drafting(query, launch, self.plan.model.vocab_size)
+        self._kept = None
+        for decoder in self.decoders:
+            decoder.prepare(given, drafting=launch)
+        self._go()
+
+    def _go(self) -> None:
+        """Start on all ranks what was prepared."""
         for step in (Decoder.await_copies, Decoder.go, Decoder.mark_end):
             for rank, decoder in enumerate(self.decoders):
                 try:
@@ -112,16 +136,24 @@ class Ranks:
             KernelStuck: a wait inside a kernel lasted too long; it names who waited for whom.
             LaunchError: a kernel failed; it names the rank.
         """
-        first, *others = self.decoders
+        yield from self._of_all([d.tokens() for d in self.decoders])
+        if self._kept is not None:
+            self._gather(*self._kept)
+
+    def drafted_rounds(self) -> Iterator[DraftedRound]:
+        """The same of a launch that drafts; see `Decoder.drafted_rounds`."""
+        yield from self._of_all([d.drafted_rounds() for d in self.decoders])
+
+    def _of_all(self, told: Sequence[Iterator[_Told]]) -> Iterator[_Told]:
+        """What the first rank tells of a launch; ends when all ranks have ended."""
+        first, *others = told
         try:
-            yield from first.tokens()
-            for decoder in others:
-                for _ in decoder.tokens():
+            yield from first
+            for other in others:
+                for _ in other:
                     pass
         except DeviceError as error:
             raise self._failure() from error
-        if self._kept is not None:
-            self._gather(*self._kept)
 
     def _gather(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Every rank's rows of the vocabulary [..., rows] to their places in `out` [..., V]."""

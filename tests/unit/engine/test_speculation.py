@@ -320,12 +320,10 @@ def test_a_text_that_does_not_repeat_has_the_launch_that_it_has_without_lookup()
 def test_texts_are_looked_up_where_the_kernel_drafts_and_a_round_is_long_enough() -> None:
     sm90, bf16 = TYPICAL["sm_90a"], Dtype.BF16
     large, small = PUBLIC["llama-3.2-1b"], read_config(shipped_folder("etude") / "config.json")
-    assert drafting_of(make_plan(large, bf16, sm90)) == replace(PREDICTIONS, looks_up=True)
-    for plan in (
-        make_plan(small, bf16, sm90),
-        make_plan(large, Dtype.FP16, sm90),
-        make_plan(large, bf16, sm90, ranks=2),
-    ):
+    for ranks in (1, 2):
+        plan = make_plan(large, bf16, sm90, ranks=ranks)
+        assert drafting_of(plan) == replace(PREDICTIONS, looks_up=True)
+    for plan in (make_plan(small, bf16, sm90), make_plan(large, Dtype.FP16, sm90)):
         assert drafting_of(plan) == PREDICTIONS
 
 

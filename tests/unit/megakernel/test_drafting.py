@@ -39,9 +39,8 @@ def test_lookup_needs_all_of_the_text() -> None:
 
 def test_models_of_kinds_that_no_gpu_has_shown_have_no_such_launches() -> None:
     gpu, dtype = TYPICAL["sm_90a"], Dtype.BF16
-    assert drafts(make_plan(SMALL, dtype, gpu))
+    assert all(drafts(make_plan(SMALL, dtype, gpu, ranks)) for ranks in (1, 2))
     assert not drafts(make_plan(SMALL, Dtype.FP16, gpu))
-    assert not drafts(make_plan(SMALL, dtype, gpu, 2)), "several ranks start together"
     for name, is_shown in (("int8", True), ("fp8", False)):
         codes = formats_of(dict.fromkeys(matrices_of(SMALL), FORMATS[name]))
         assert drafts(make_plan(SMALL, dtype, gpu, formats=codes)) == is_shown, name

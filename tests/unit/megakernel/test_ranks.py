@@ -10,13 +10,15 @@ from plan.shapes import SMALL
 from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.kv.pool import PagePool
 from soloist.megakernel import ranks as module
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.launch import Query
+from soloist.megakernel.launch import Given, Query
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.ranks import Ranks
 from soloist.model.dtype import Dtype
 from soloist.parallel.share import Share
+from soloist.speculation import Archive, Costs, Draft, Drafter, Drafting
 
 RANKS = 4
 PLAN = make_plan(SMALL, Dtype.BF16, replace(TYPICAL["sm_90a"], num_sms=5), RANKS)
@@ -38,9 +40,11 @@ class FakeDecoder:
         self.log.append(("pack", self.rank))
         return queries, rounds
 
-    def prepare(self, given: tuple[object, int], logits: torch.Tensor | None) -> None:
+    def prepare(
+        self, given: object, logits: torch.Tensor | None = None, drafting: object = None
+    ) -> None:
         self.log.append(("prepare", self.rank))
-        self.given, self.kept = given, logits
+        self.given, self.kept, self.drafting = given, logits, drafting
 
     def await_copies(self) -> None:
         self.log.append(("await", self.rank))
@@ -60,6 +64,11 @@ class FakeDecoder:
         if self.error is not None:
             raise self.error
         yield [8]
+
+    def drafted_rounds(self) -> Iterator[DraftedRound]:
+        yield DraftedRound((7, 8), 1, 0)
+        if self.error is not None:
+            raise self.error
 
     def ending(self) -> str | None:
         return self.end
@@ -87,6 +96,21 @@ def test_no_rank_starts_before_all_are_prepared_or_is_marked_before_all_started(
     steps = [step for step, _ in made.log]
     assert steps == ["pack", *["prepare"] * 4, *["await"] * 4, *["go"] * 4, *["mark"] * 4]
     assert all(d.given is made.decoders[0].given for d in made.decoders)
+
+
+def test_all_ranks_draft_from_the_same(made: Made) -> None:
+    drafter = Drafter(Drafting(Costs((1,) * 7), looks_up=False), [1], [7, 9], Archive())
+    launch = DraftingLaunch(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
+    made.ranks.start_drafting(Query(0, 1, [5]), launch)
+    assert [step for step, _ in made.log][::4] == ["prepare", "await", "go", "mark"]
+    first = made.decoders[0].given
+    assert isinstance(first, Given)
+    assert (first.num_queries, first.most_rounds) == (2, 3)
+    assert all(d.given is first and d.drafting is launch for d in made.decoders)
+    assert list(made.ranks.drafted_rounds()) == [DraftedRound((7, 8), 1, 0)]
+    made.decoders[2].error, made.decoders[2].end = LaunchError("the decode kernel", "x"), "gone"
+    with pytest.raises(LaunchError, match="rank 2 on GPU 0 reports gone"):
+        list(made.ranks.drafted_rounds())
 
 
 def test_logits_come_together_by_token_id(made: Made) -> None:
