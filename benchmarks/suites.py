@@ -407,6 +407,9 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 for shape in ("llama-3.1-8b", "laneformer-2b-as-llama")
             )
         ),
+        "2-h200-kept-prompts.json": File(
+            tuple(_prefill(shape, f"{options} --gpus 2") for shape, options in _KEPT)
+        ),
         "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_SAMPLED} --gpus 2"),)),
         "2-h200-predictions.json": File(
             (
