@@ -50,24 +50,18 @@ __device__ __forceinline__ u32 largest_that_came(const GlobalOperand<Op>& operan
     }
     return kArithmetic<Op> == Arithmetic::kIntegers ? larger_half(most & 0x7FFF7FFF) : most;
   };
-  // The first steps were waited for together, where there are no others.
-  const bool came = first == 0 && Op::kSteps <= Op::kDepth;
-  u32 most;
-  bool again;
+  u32 most = largest();
+  if (first == 0 && Op::kSteps <= Op::kDepth) return most;  // the first steps were waited for together
 #pragma unroll 1
-  do {
+  while (__any_sync(~0u, most == (kSentinel & 0x7FFF))) {
+    bool ready = true;
+#pragma unroll
+    for (u32 k = 0; k < count; ++k) ready = ready && ahead.is_there(d + k);
+    if (__all_sync(~0u, ready)) break;  // activations that are no numbers
+#pragma unroll
+    for (u32 k = 0; k < count; ++k) ahead.load_again(operand, d + k, first);
     most = largest();
-    again = !came && __any_sync(~0u, most == (kSentinel & 0x7FFF));
-    if (again) {
-      bool ready = true;
-#pragma unroll
-      for (u32 k = 0; k < count; ++k) ready = ready && ahead.is_there(d + k);
-      again = !__all_sync(~0u, ready);  // or activations are no numbers
-      if (again)
-#pragma unroll
-        for (u32 k = 0; k < count; ++k) ahead.load_again(operand, d + k, first);
-    }
-  } while (again);
+  }
   return most;
 }
 
