@@ -190,14 +190,17 @@ struct Ahead {
 #pragma unroll 1
       while (!__all_sync(~0u, missing(d) == 0.0f) && !__all_sync(~0u, is_there(d))) load_again(operand, d, first);
   }
-  // After the last use of these activations: ask for those that take their registers.
-  template <bool kAgain>
+  // After the last use of these activations, of so many steps from `d` on: ask for those that take their registers.
+  template <bool kAgain, u32 kCount = 1>
   __device__ __forceinline__ void ask_for_next(const GlobalOperand<Op>& operand, u32 d, u32 first) {
     constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
     const u32 next = first + d + Op::kDepth;
     if (next >= Op::kSteps && !(kAgain && kWhole)) return;
     const u32 step = next < Op::kSteps ? next : next - Op::kSteps;
-    if constexpr (kByTurns) load_again(operand, d, step - d);
-    else load(operand, d, step);
+#pragma unroll
+    for (u32 k = 0; k < kCount; ++k) {
+      if constexpr (kByTurns) load_again(operand, d + k, step - d);
+      else load(operand, d + k, step + k);
+    }
   }
 };

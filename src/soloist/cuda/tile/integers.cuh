@@ -199,10 +199,11 @@ struct PairedSteps {
       const Digits<false> x(ahead.b[d + k][0], scaling.inverse), y(ahead.b[d + k][1], scaling.inverse);
       b[k][0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
       b[k][1] = make_uint4(x.low[0], x.low[1], y.low[0], y.low[1]);
-      ahead.template ask_for_next<kAgain>(operand, d + k, first);
     }
+    ahead.template ask_for_next<kAgain, 2>(operand, d, first);
+    const float scale = scaling.scale * (kCentred ? Format::kSecond : 1.0f);
 #pragma unroll
-    for (u32 c = 0; c < 2; ++c) power[c] = __shfl_sync(~0u, scaling.scale, (threadIdx.x % 4 * 2 + c) * 4) * (kCentred ? Format::kSecond : 1.0f);
+    for (u32 c = 0; c < 2; ++c) power[c] = __shfl_sync(~0u, scale, (threadIdx.x % 4 * 2 + c) * 4);
     if constexpr (Zero::kSums && !kCentred) {
       const uint4 ones = Zero::operand();
 #pragma unroll
