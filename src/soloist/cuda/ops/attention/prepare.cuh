@@ -34,7 +34,40 @@ template <class L>
 struct HeadVector {
   using M = typename L::M;
   static constexpr u32 kHalf = M::kHeadDim / 2, kPairs = (kHalf + 31) / 32;
+  // A lane's pairs are neighbours, which come and go by one request each; but not where a norm adds up squares: a query's bits
+  // depend on which ones a lane has.
+  static constexpr bool kNeighbours = kMostQueries > 1 && !L::kQkNorm && kHalf % 64 == 0;
   float low_norm[2][kPairs], high_norm[2][kPairs];  // of queries and keys
+
+  // Where the lane's j-th pair is.
+  static __device__ __forceinline__ u32 place(u32 lane, u32 j) {
+    return kNeighbours ? 2 * lane + j % 2 + j / 2 * 64 : lane + 32 * j;
+  }
+  // The low or the high numbers of the lane's pairs of a vector; what there is none of is zero.
+  static __device__ __forceinline__ void load(float (&x)[kPairs], const float* half, u32 lane) {
+    if constexpr (kNeighbours) {
+#pragma unroll
+      for (u32 j = 0; j < kPairs; j += 2) {
+        const float2 two = load_exchanged2(half + place(lane, j));
+        x[j] = two.x, x[j + 1] = two.y;
+      }
+    } else {
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) x[j] = place(lane, j) < kHalf ? load_exchanged(half + place(lane, j)) : 0.0f;
+    }
+  }
+  // Rounded, to where `offset(p)` says the number of pair p is, in bytes.
+  template <class Offset>
+  static __device__ __forceinline__ void store(u8* to, const float (&x)[kPairs], u32 lane, const Offset& offset) {
+    if constexpr (kNeighbours && M::kCodeBits == 16) {
+#pragma unroll
+      for (u32 j = 0; j < kPairs; j += 2) *reinterpret_cast<u32*>(to + offset(place(lane, j))) = pack_pair(x[j], x[j + 1]);
+    } else {
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j)
+        if (place(lane, j) < kHalf) *reinterpret_cast<u16*>(to + offset(place(lane, j))) = to_half(x[j]);
+    }
+  }
 
   // Asked for before q, k, v are there.
   __device__ __forceinline__ void load_norms(const float* vectors, u32 lane) {
@@ -43,7 +76,7 @@ struct HeadVector {
       for (u32 i = 0; i < 2; ++i)
 #pragma unroll
         for (u32 j = 0; j < kPairs; ++j) {
-          const float* norm = vectors + (i ? L::kVecKNorm : L::kVecQNorm) + min(lane + 32 * j, kHalf - 1);
+          const float* norm = vectors + (i ? L::kVecKNorm : L::kVecQNorm) + min(place(lane, j), kHalf - 1);
           low_norm[i][j] = __ldg(norm);
           high_norm[i][j] = __ldg(norm + kHalf);
         }
@@ -64,18 +97,16 @@ struct HeadVector {
         high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
       }
     }
+    float x[kPairs], y[kPairs];
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
-      const u32 p = lane + 32 * j;
-      if (p >= kHalf) continue;
-      const float2 cs = turned ? turned[p] : make_float2(1.0f, 0.0f);
-      const float x = low[j] * cs.x - high[j] * cs.y, y = high[j] * cs.x + low[j] * cs.y;
-      const u32 at = row == kNoRow ? p * 2 : q_offset<M>(row, p);
-      const u32 then = row == kNoRow ? (p + kHalf) * 2 : q_offset<M>(row, p + kHalf);
-      if (!stores) continue;
-      *reinterpret_cast<u16*>(to + at) = to_half(x);
-      *reinterpret_cast<u16*>(to + then) = to_half(y);
+      const float2 cs = turned ? turned[min(place(lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f);
+      x[j] = low[j] * cs.x - high[j] * cs.y, y[j] = high[j] * cs.x + low[j] * cs.y;
     }
+    if (!stores) return;
+    const auto offset = [&](u32 d) { return row == kNoRow ? d * 2 : q_offset<M>(row, d); };
+    store(to, x, lane, offset);
+    store(to, y, lane, [&](u32 p) { return offset(p + kHalf); });
   }
 };
 
@@ -114,8 +145,9 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
         const float* bias = cx.vectors(L::vectors(layer)) + L::kVecQkvBias + head * kHeadRows<M> + member[v] * M::kHeadDim;
-        low_bias[v][j] = __ldg(bias + min(cx.lane + 32 * j, kHalf - 1));
-        high_bias[v][j] = __ldg(bias + kHalf + min(cx.lane + 32 * j, kHalf - 1));
+        const u32 p = min(vector.place(cx.lane, j), kHalf - 1);
+        low_bias[v][j] = __ldg(bias + p);
+        high_bias[v][j] = __ldg(bias + kHalf + p);
       }
   }
 #pragma unroll 1
@@ -125,13 +157,10 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
     for (u32 v = 0; v <= kAtOnce; ++v) {
       const float* raw = source + query[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
 #pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) {
-        const u32 p = cx.lane + 32 * j;
-        low[v][j] = high[v][j] = 0.0f;
-        if (p >= kHalf || (v == kAtOnce && !has_value)) continue;
-        low[v][j] = load_exchanged(raw + p);
-        high[v][j] = load_exchanged(raw + p + kHalf);
-      }
+      for (u32 j = 0; j < kPairs; ++j) low[v][j] = high[v][j] = 0.0f;
+      if (v == kAtOnce && !has_value) continue;
+      vector.load(low[v], raw, cx.lane);
+      vector.load(high[v], raw + kHalf, cx.lane);
     }
 #pragma unroll
     for (u32 v = 0; v <= kAtOnce; ++v)
@@ -163,13 +192,9 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
                   first + v * kConsumerWarps < vectors);
   }
   if (!has_value) return;
-  u16* value = reinterpret_cast<u16*>(fresh) + (query[kAtOnce] * 2 + 1) * M::kHeadDim + cx.lane;
-#pragma unroll
-  for (u32 j = 0; j < kPairs; ++j) {
-    if (cx.lane + 32 * j >= kHalf) continue;
-    value[32 * j] = to_half(low[kAtOnce][j]);
-    value[32 * j + kHalf] = to_half(high[kAtOnce][j]);
-  }
+  u8* value = fresh + (query[kAtOnce] * 2 + 1) * (2 * M::kHeadDim);
+  vector.store(value, low[kAtOnce], cx.lane, [](u32 p) { return 2 * p; });
+  vector.store(value, high[kAtOnce], cx.lane, [](u32 p) { return 2 * (p + kHalf); });
 }
 // Keys and values of queries `fresh` are rounded once, for all who append them: a head to each warp.
 template <class M>
