@@ -264,18 +264,20 @@ def h200_kv() -> str:
 
 
 def h200_kept() -> str:
-    """Long prompts of which others kept a part or nothing, by both ways of attention."""
-    found: dict[tuple[str, int, int], dict[bool, str]] = {}
-    for r in rows_of("h200-kept-prompts.json", "prefill"):
-        name = r["shape"], int(r["prompt_tokens"]), int(r["cached_tokens"])
-        library = "--no-page-attention" in r["command"].split()
-        found.setdefault(name, {})[library] = f"{r['ttft_ms']['median']:,.1f}"
+    """Long prompts of which others kept a part or nothing: both ways of attention, two GPUs."""
+    found: dict[tuple[str, int, int], dict[str, str]] = {}
+    for file in ("h200-kept-prompts.json", "2-h200-kept-prompts.json"):
+        for r in rows_of(file, "prefill"):
+            name = r["shape"], int(r["prompt_tokens"]), int(r["cached_tokens"])
+            library = "--no-page-attention" in r["command"].split()
+            way = "library" if library else f"pages, {r['gpus']}"
+            found.setdefault(name, {})[way] = f"{r['ttft_ms']['median']:,.1f}"
     cells = [
-        (shape, f"{tokens:,}", f"{kept:,}", of[False], of[True])
+        (shape, f"{tokens:,}", f"{kept:,}", of["pages, 1"], of["library"], of["pages, 2"])
         for (shape, tokens, kept), of in found.items()
     ]
     headings = ("shape", "prompt tokens", "of them cached", "ms from pages", "ms by the library")
-    return table(headings, cells)
+    return table((*headings, "ms from pages, two GPUs"), cells)
 
 
 def h200_predictions() -> str:
