@@ -1,10 +1,12 @@
-"""Minutes of requests and thousands of tokens over two GPUs: no hang, no leak, no wrong token.
+"""Minutes of requests and thousands of tokens: no hang, no leak, no wrong token.
 
-Run with `-m slow`; where there is one GPU, two ranks share it.
+Run with `-m slow`. Over two GPUs, or two ranks that share one; and on one GPU with weights in int4,
+and room for half of what its requests may come to. Most have a prediction, right or wrong.
 """
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,10 +14,13 @@ import pytest
 import torch
 
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, Request
+from soloist.engine import engine as module
+from soloist.engine.config import resolve
 from soloist.engine.kernel import KernelModel
 from soloist.engine.loop import EngineLoop
 from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Ranks
+from soloist.model.quantized import Codes
 from soloist.sampling import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -34,12 +39,31 @@ PARAMS = (
 
 
 @cache
-def engine() -> Engine:
-    where = {"gpus": 2} if torch.cuda.device_count() > 1 else {"rank_devices": (0, 0)}
+def engine(kind: str) -> Engine:
     asked = EngineConfig(
-        "etude", device="cuda", context_tokens=4096, sequences=4, keeps_prefixes=True, **where
+        "etude", device="cuda", context_tokens=2048, sequences=4, keeps_prefixes=True
     )
-    return Engine.load(asked)
+    if kind == "ranks":
+        where = {"gpus": 2} if torch.cuda.device_count() > 1 else {"rank_devices": (0, 0)}
+        return Engine.load(replace(asked, **where))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "resolve", lambda *given: replace(resolve(*given), kv_tokens=2048))
+        return Engine.load(replace(asked, weights=Codes.INT4))
+
+
+def predicted(rng: random.Random, answer: Sequence[int]) -> list[int] | None:
+    """A prediction: none, the answer, the answer with an edit, or something else."""
+    kind = rng.choice(("none", "right", "wrong", "edited", "other"))
+    if kind == "none":
+        return None
+    if kind == "other":
+        return [rng.randrange(8000) for _ in range(rng.randint(1, 200))]
+    wrong = 0.1 if kind == "wrong" else 0.0
+    made = [rng.randrange(8000) if rng.random() < wrong else token for token in answer]
+    if kind == "edited":
+        at = rng.randrange(len(made))
+        made[at : at + rng.randint(0, 20)] = [rng.randrange(8000) for _ in range(rng.randint(0, 9))]
+    return made or None
 
 
 def held_bytes() -> int:
@@ -52,12 +76,14 @@ class Asked:
     def __init__(self, ticket: Request, wanted: tuple[int, ...], cancel_at: int | None) -> None:
         self.ticket, self.wanted, self.cancel_at = ticket, wanted, cancel_at
         self.since, self.seen, self.is_over = time.monotonic(), 0, False
+        self.num_accepted = 0
 
     def look(self) -> None:
         """Take what has come; tokens are those that the same request got alone."""
         for event in self.ticket.take():
             if isinstance(event, Completion):
                 made, self.is_over = event.token_ids, True
+                self.num_accepted = event.timings.drafts.predicted_accepted
                 assert made == self.wanted[: len(made)]
                 assert self.cancel_at is not None or len(made) == len(self.wanted)
             else:
@@ -68,8 +94,12 @@ class Asked:
         assert time.monotonic() - self.since < 60, "it hangs"
 
 
-def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> int:
-    """Requests of random lengths, up to six at a time, a third of them cancelled; their number."""
+def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> tuple[int, int]:
+    """Requests of random lengths, up to six at a time, a third of them cancelled.
+
+    Half of the time there is one at a time: it drafts. Returns how many there were, and how many
+    of their tokens were predicted.
+    """
     kinds = [(own.tokenizer.encode(text), params) for text in PROMPTS for params in PARAMS]
     alone: list[tuple[int, ...]] = []
     for ids, params in kinds:
@@ -79,39 +109,45 @@ def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> i
             made = ends[0] if ends else None
             time.sleep(0.001)
         alone.append(made)
-    until, count, open_now = time.monotonic() + seconds, 0, list[Asked]()
+    until, count, num_accepted, open_now = time.monotonic() + seconds, 0, 0, list[Asked]()
     while open_now or time.monotonic() < until:
-        if len(open_now) < rng.randint(1, 6) and time.monotonic() < until:
+        most = 1 if count // 20 % 2 else rng.randint(1, 6)
+        if len(open_now) < most and time.monotonic() < until:
             kind = rng.randrange(len(kinds))
             length = rng.choice((1, 2, rng.randint(3, 60), rng.randint(60, LONGEST)))
             params = replace(kinds[kind][1], max_tokens=length)
             cancel_at = rng.choice((None, None, rng.randint(0, length)))
-            ticket = loop.submit(kinds[kind][0], params)
+            prediction = predicted(rng, alone[kind][:length])
+            ticket = loop.submit(kinds[kind][0], params, prediction_ids=prediction)
             open_now.append(Asked(ticket, alone[kind][:length], cancel_at))
             count += 1
         for asked in open_now:
             asked.look()
+        num_accepted += sum(asked.num_accepted for asked in open_now if asked.is_over)
         open_now = [asked for asked in open_now if not asked.is_over]
         time.sleep(0.0005)
-    return count
+    return count, num_accepted
 
 
-def test_minutes_of_requests_with_random_lengths_and_cancels() -> None:
-    own = engine()
+@pytest.mark.parametrize("kind", ["ranks", "int4"])
+def test_minutes_of_requests_with_random_lengths_and_cancels(kind: str) -> None:
+    own = engine(kind)
     loop = EngineLoop(own.model, own.tokenizer, own.config.vocab_size)
     try:
         soak(loop, own, 5.0, random.Random(1))  # whatever is allocated once
         before = held_bytes()
-        count = soak(loop, own, SOAK_S, random.Random(2))
+        count, num_accepted = soak(loop, own, SOAK_S, random.Random(2))
         assert count > SOAK_S, "they came slowly"
+        assert num_accepted > count, "predictions were followed"
         assert held_bytes() == before
+        assert (loop.load.num_preemptions > 0) == (kind == "int4")
         assert loop.load.num_running == loop.load.num_waiting == 0
     finally:
         loop.close()
 
 
 def test_all_ranks_choose_alike_through_10_000_tokens() -> None:
-    model = engine().model
+    model = engine("ranks").model
     assert isinstance(model, KernelModel)
     ranks = model.decoder
     assert isinstance(ranks, Ranks)
