@@ -50,6 +50,23 @@ class File:
     services: tuple[Service, ...] = ()
 
 
+# Python that étude was not trained on: files of this project.
+_HELD_OUT = tuple(
+    f"src/soloist/{file}"
+    for file in ("kv/allocator.py", "text/grammar.py", "speculation/drafter.py")
+)
+
+
+def _held_out(options: str, more: str = "") -> tuple[str, ...]:
+    """étude goes on with such a file, whose rest is the prediction, as it is and edited."""
+    return tuple(
+        f"bench decode etude {options} --prompt-tokens 512 --new-tokens 256 --temperature 0 "
+        f"--text {file} --prediction --wrong {wrong}{more if wrong == 0 else ''}"
+        for file in _HELD_OUT
+        for wrong in (0, 0.1)
+    )
+
+
 def _decode(shape: str, options: str) -> str:
     return f"bench decode --shape benchmarks/shapes/{shape}.json {options}"
 
@@ -219,6 +236,9 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 )
             )
         ),
+        "etude-cpu-held-out.json": File(
+            _held_out("--device cpu --precision fp32", " --speculate auto")
+        ),
         # Python that étude was not trained on.
         "etude-quantized-cpu.json": File(
             tuple(
@@ -318,6 +338,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 f"bench decode {_quantized('int4', 'llama-3.1-8b')} {_RUN} --columns 8",
             )
         ),
+        "h200-held-out.json": File(_held_out("--precision bf16")),
         # A mixture: one query in each format, eight columns, after many positions, and prompts.
         "h200-experts.json": File(
             (

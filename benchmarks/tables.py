@@ -154,6 +154,25 @@ def h200_accuracy() -> str:
     return _accuracy("h200-accuracy.json")
 
 
+def etude_held_out() -> str:
+    """Drafts of Python that étude has not seen, each in turn with the same text without."""
+    cells, plain = list[tuple[str, ...]](), dict[str, Any]()
+    for file, machine in (("etude-cpu-held-out.json", "two cores"), ("h200-held-out.json", "H200")):
+        for r in rows_of(file):
+            if not r["speculation"]:
+                plain = r
+                continue
+            drafts = "lookup" if r["wrong"] is None else "the rest of the file"
+            drafts += f", {r['wrong']:.0%} replaced" if r["wrong"] else ""
+            right = "–" if r["accepted"] is None else f"{r['accepted']:.0%}"
+            cells.append((
+                machine, r["text"], drafts, right, f"{r['tokens_per_round']:.2f}",
+                _speed(r, 0)[0], _speed(plain, 0)[0],
+            ))  # fmt: skip
+    headings = ("machine", "file", "drafts", "right", "tokens a step", "tokens/s", "without")
+    return table(headings, cells, 3)
+
+
 def h200_quantized_accuracy() -> str:
     """The same of quantised models; transformers reads the numbers that codes stand for."""
     return _accuracy("h200-quantized-accuracy.json")
@@ -597,6 +616,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
+    "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
     "h200-quantized-startup": h200_quantized_startup,
     "etude-quantized": etude_quantized,

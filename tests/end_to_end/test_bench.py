@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from soloist.engine import Engine, EngineConfig
 from soloist.model.folder import shipped_folder
+from soloist.sampling import SamplingParams
 from unit.bench.toy_server import Toy, serving
 
 SHAPE = shipped_folder("etude-draft") / "config.json"
@@ -158,6 +160,30 @@ def test_decode_with_drafts_has_a_row_for_each_kind(soloist, tmp_path):
     assert predicted > 2
     assert looked_up >= 1
     assert "prediction, 10% wrong" in done.out
+    assert rows[0]["accepted"] is None
+    assert all(0 < row["accepted"] <= 1 for row in rows[1:])
+
+
+def test_the_prediction_of_a_text_is_what_follows_in_it(soloist, tmp_path):
+    """Of a text whose rest is the answer all is right; of another one hardly anything."""
+    prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
+    engine = Engine.load(EngineConfig("etude-draft", device="cpu"))
+    *_, end = engine.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+    answer = engine.tokenizer.decode(end.token_ids)
+    seen = {}
+    for name, rest in (("same.py", answer), ("other.py", "zebra 17 ?! " * 40)):
+        (tmp_path / name).write_text(prompt + rest, encoding="utf-8")
+        done = soloist(
+            "bench", "decode", "etude-draft", "--device", "cpu", "--new-tokens", 40, "--runs", 1,
+            "--temperature", 0, "--prompt-tokens", len(engine.tokenizer.encode(prompt)),
+            "--text", tmp_path / name, "--prediction", "--json",
+        )  # fmt: skip
+        assert done.status == 0, done.err
+        _, seen[name] = json.loads(done.out)
+        assert seen[name]["text"] == name
+    assert seen["same.py"]["accepted"] > 0.9
+    assert seen["same.py"]["tokens_per_round"] > 4
+    assert (seen["other.py"]["accepted"] or 0) < 0.2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -395,6 +421,12 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("decode", "--shape", SHAPE, "--prediction"), "--prediction"),
         (("decode", "--shape", SHAPE, "--speculate", "auto"), "--speculate"),
         (("decode", "etude-draft", "--wrong", 0.5), "--wrong"),
+        (("decode", "etude-draft", "--device", "cpu", "--text", "nowhere.py"), "nowhere.py"),
+        (("decode", "--shape", SHAPE, "--text", __file__), "--text"),
+        (
+            ("decode", "etude-draft", "--device", "cpu", "--text", SHAPE, "--prompt-tokens", 9999),
+            "--prompt-tokens",
+        ),
         (("decode", "--shape", SHAPE, "--temperature", 0.001), "temperature"),
         (("decode", "etude-draft", "--temperature", 101), "temperature"),
         (("decode", "etude-draft", "--temperature", 1, "--against", "transformers"), "--against"),

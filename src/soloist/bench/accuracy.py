@@ -20,12 +20,13 @@ from soloist.bench.decode import python_prompt
 from soloist.bench.folder import numbers_model, random_model
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import NOT_ROUNDED, random_prompt
+from soloist.bench.text import text_of
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.errors import BitsDiffer, SettingError, UserError
+from soloist.errors import BitsDiffer, SettingError
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
@@ -225,10 +226,7 @@ def _token_ids(plan: Plan, engine: Engine) -> list[int]:
         return random_prompt(engine.config, count)
     if plan.text is None:
         return python_prompt(engine, count)
-    try:
-        ids = engine.tokenizer.encode(plan.text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{plan.text} cannot be read: {error}", "name a file of text") from error
+    ids = engine.tokenizer.encode(text_of(plan.text))
     if len(ids) < count:
         raise SettingError(
             "--text", str(plan.text), f"a text of at least {count:,} tokens; it has {len(ids):,}"

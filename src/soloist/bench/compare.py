@@ -39,7 +39,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
         ("shape", "device", "gpus", "precision", "prompt_tokens", "new_tokens", "columns")
     )
     | {"sequences": 1, "speculation": False, "busy_processes": 0}
-    | {"drafting": "", "wrong": None, "temperature": 0.0, "kv": ""},
+    | {"drafting": "", "wrong": None, "temperature": 0.0, "kv": "", "text": ""},
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
     )
@@ -203,11 +203,13 @@ def describe(row: Json) -> str:
 
 
 def _choices(row: Json) -> list[str]:
-    """What was drafted, if anything was, and what the KV cache is in, if not in the precision."""
+    """What was drafted, of which text, and what the KV cache is in, where that is not as usual."""
     words = []
     if row.get("drafting"):
         wrong = row.get("wrong")
         words.append(f"with {row['drafting']}" + (f", {wrong:.0%} wrong" if wrong else ""))
+    if row.get("text"):
+        words.append(f"of {row['text']}")
     if row.get("kv"):
         words.append(f"with a KV cache in {row['kv']}")
     return words

@@ -16,6 +16,7 @@ class Run:
         token_ids: made.
         token_s: times between instants at which tokens came.
         tokens_per_round: where tokens were drafted.
+        accepted: of the drafted tokens, the share that was right; None where there are none.
     """
 
     ttft_s: float
@@ -23,6 +24,7 @@ class Run:
     token_ids: tuple[int, ...]
     token_s: tuple[float, ...]
     tokens_per_round: float | None = None
+    accepted: float | None = None
 
 
 class Contender(Protocol):

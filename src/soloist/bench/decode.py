@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,7 +21,7 @@ from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
 from soloist.bench.params import fixed_params
 from soloist.bench.sizes import require_at_least
-from soloist.bench.text import python_text
+from soloist.bench.text import python_text, text_of
 from soloist.engine import Completion, Engine, EngineConfig
 from soloist.engine.bandwidth import Bandwidth, read_bandwidth
 from soloist.engine.kernel import KernelModel
@@ -37,7 +38,7 @@ class Plan:
 
     Attributes:
         asked: model, device, precision.
-        prompt_tokens: length of the prompt, real Python text.
+        prompt_tokens: length of the prompt, real text.
         new_tokens: made after it; the end token does not stop a run.
         runs: timed, after one that is not.
         against: 'transformers', or None.
@@ -50,6 +51,8 @@ class Plan:
         temperature: 0 is greedy; else the seed is 0. Greedy texts of small models loop, which makes
             drafts look better than they are.
         beside: further models, such as the same one in other formats.
+        text: whose beginning is the prompt; a prediction is then what follows in it, and the answer
+            may be another text. None takes a module of Python's library.
     """
 
     asked: EngineConfig
@@ -63,6 +66,7 @@ class Plan:
     wrong: float | None = None
     temperature: float = 0.0
     beside: tuple[str, ...] = ()
+    text: Path | None = None
 
 
 class Ours:
@@ -73,6 +77,7 @@ class Ours:
         temperature: 0 is greedy; else the seed is 0.
         drafting: what its runs draft.
         wrong: see `Plan`.
+        expected: the text that the prediction is made of; None takes the answer.
     """
 
     def __init__(
@@ -81,11 +86,14 @@ class Ours:
         temperature: float = 0.0,
         drafting: Drafting | None = None,
         wrong: float | None = None,
+        expected: Sequence[int] | None = None,
     ) -> None:
         self.name, self.drafting, self.wrong = "soloist", drafting, wrong
         self._engine = engine
         self._temperature = temperature
         self._prediction: list[int] | None = None
+        if expected is not None and wrong is not None:
+            self._prediction = with_wrong(expected, wrong, engine.config.vocab_size)
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """Through `Engine.generate`, detokenisation included."""
@@ -106,7 +114,8 @@ class Ours:
             self._prediction = with_wrong(event.token_ids, self.wrong, vocab_size)
         t = event.timings
         drafted = t.tokens_per_round if self.drafting is not None else None
-        return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times), drafted)
+        accepted = t.drafts.accepted / t.drafts.drafted if t.drafts.drafted else None
+        return Run(t.ttft_s, t.decode_s, event.token_ids, gaps_s(times), drafted, accepted)
 
 
 def with_wrong(ids: Sequence[int], share: float, vocab_size: int) -> list[int]:
@@ -152,11 +161,12 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         Engine.load(replace(plan.asked, model=model, context_tokens=tokens))
         for model in (plan.asked.model, *plan.beside)
     ]
-    engine, prompts = engines[0], [python_prompt(one, plan.prompt_tokens) for one in engines]
+    engine, texts = engines[0], [_text_ids(plan, one) for one in engines]
+    prompts = [ids[: plan.prompt_tokens] for ids in texts]
     results: list[tuple[Engine, list[int], Contender, list[Run]]] = [
-        (one, prompt_ids, contender, [])
-        for one, prompt_ids in zip(engines, prompts, strict=True)
-        for contender in _of_engine(plan, one)
+        (one, ids[: plan.prompt_tokens], contender, [])
+        for one, ids in zip(engines, texts, strict=True)
+        for contender in _of_engine(plan, one, ids[plan.prompt_tokens :])
     ]
     if plan.against == "transformers":
         from soloist.bench.rival import rivals
@@ -182,13 +192,14 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     ]
 
 
-def _of_engine(plan: Plan, engine: Engine) -> list[Contender]:
+def _of_engine(plan: Plan, engine: Engine, behind: Sequence[int]) -> list[Contender]:
+    """Contenders of a model; `behind` is what follows the prompt in the text."""
     if plan.columns > 1:
         return [Columns(engine, plan.columns, plan.temperature)]
-    return _ours(plan, engine)
+    return _ours(plan, engine, None if plan.text is None else behind[: plan.new_tokens])
 
 
-def _ours(plan: Plan, engine: Engine) -> list[Contender]:
+def _ours(plan: Plan, engine: Engine, expected: Sequence[int] | None) -> list[Contender]:
     """Without drafts, and with those that are to be measured.
 
     Raises:
@@ -200,12 +211,29 @@ def _ours(plan: Plan, engine: Engine) -> list[Contender]:
         if drafting is None:
             raise SettingError("--prediction", "on", "off, since this model checks no drafts here")
         predicted = replace(drafting, looks_up=False)
-        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong))
+        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong, expected))
     if plan.looks_up:
         if drafting is None or not drafting.looks_up:
             raise SettingError("--speculate", "auto", "off, since this model looks up no drafts")
         ours.append(Ours(engine, plan.temperature, drafting))
     return ours
+
+
+def _text_ids(plan: Plan, engine: Engine) -> list[int]:
+    """Tokens of the prompt, and of a file also what follows.
+
+    Raises:
+        SettingError: the file is too short.
+    """
+    if plan.text is None:
+        return python_prompt(engine, plan.prompt_tokens)
+    ids = engine.tokenizer.encode(text_of(plan.text))
+    most = len(ids) - (plan.wrong is not None)
+    if plan.prompt_tokens > most:
+        reason = ", with a token behind them for the prediction" if plan.wrong is not None else ""
+        allowed = f"at most {max(0, most):,}, as many as {plan.text} has{reason}"
+        raise SettingError("--prompt-tokens", plan.prompt_tokens, allowed)
+    return ids
 
 
 def python_prompt(engine: Engine, num_tokens: int) -> list[int]:
@@ -264,6 +292,7 @@ def _row(
         wrong = contender.wrong
         drafting = "lookup" if wrong is None else "prediction"
     per_round = [run.tokens_per_round for run in runs if run.tokens_per_round is not None]
+    accepted = [run.accepted for run in runs if run.accepted is not None]
     speeds = [plan.columns * (plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of(speeds)
     chosen = engine.resolved
@@ -308,6 +337,8 @@ def _row(
         clocks=clocks,
         weights=engine.report.weights if name == "soloist" else chosen.dtype.value,
         kv="" if kv.is_plain else kv.name,
+        accepted=round(median(accepted), 3) if accepted else None,
+        text="" if plan.text is None else plan.text.name,
         **record.origin(*packages),
     )
 

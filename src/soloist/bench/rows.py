@@ -127,6 +127,10 @@ class DecodeRow:
             prediction; None without one.
         tokens_per_round: tokens behind the first one, for each step that made some, with
             speculation; median over runs.
+        accepted: of the drafted tokens, the share that was right; median over runs, None where
+            nothing was drafted. Older files lack this field.
+        text: name of the file whose beginning was the prompt; a prediction is then what follows in
+            it, and the answer otherwise. Empty for a module of Python's library.
         temperature: of sampling, with seed 0; 0 is greedy.
         kv: format of the KV cache, 'int8', 'fp8' or 'int4'; empty where it is `precision`.
     """
@@ -165,6 +169,8 @@ class DecodeRow:
     tokens_per_round: float | None = None
     temperature: float = 0.0
     kv: str = ""
+    accepted: float | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

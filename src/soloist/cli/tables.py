@@ -89,13 +89,14 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     print(
         f"{first.shape} · {_stored(first)}{_kept(first)} · {first.device} · "
         f"{first.prompt_tokens} prompt + "
-        f"{first.new_tokens} new tokens{wide} · {first.runs} runs · reads at "
+        f"{first.new_tokens} new tokens{f' of {first.text}' if first.text else ''}{wide} · "
+        f"{first.runs} runs · reads at "
         f"{first.bandwidth_gb_per_s} GB/s · "
         f"{f'sampled at temperature {first.temperature:g}' if first.temperature else 'greedy'}"
     )
     drafting: list[tuple[str, Callable[[DecodeRow], str]]] = []
     if any(row.speculation for row in rows):
-        drafting = [("drafts", _drafting), ("tokens a step", _per_round)]
+        drafting = [("drafts", _drafting), ("right", _accepted), ("tokens a step", _per_round)]
     show_columns(
         rows,
         ("engine", lambda row: row.engine),
@@ -115,6 +116,10 @@ def _drafting(row: "DecodeRow") -> str:
     if row.wrong is None:
         return row.drafting or "none"
     return f"{row.drafting}, {row.wrong:.0%} wrong"
+
+
+def _accepted(row: "DecodeRow") -> str:
+    return "–" if row.accepted is None else f"{row.accepted:.0%}"
 
 
 def _per_round(row: "DecodeRow") -> str:

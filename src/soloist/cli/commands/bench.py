@@ -42,6 +42,14 @@ def decode(
     wrong: Annotated[
         float, typer.Option(help="With --prediction: share of its tokens that are replaced.")
     ] = 0.0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin with this file, not with a module of Python's library. What follows its "
+            "first tokens is then the prediction.",
+        ),
+    ] = None,
     speculate: Annotated[
         str, typer.Option(help="auto: also measure with drafts that are looked up; or off.")
     ] = "off",
@@ -95,6 +103,8 @@ def decode(
         raise SettingError(option, given, "only without --shape")
     if shape is not None and beside:
         raise SettingError("--beside", beside[0], "only without --shape")
+    if shape is not None and text is not None:
+        raise SettingError("--text", text, "only without --shape, whose prompts are random")
     if wrong and not prediction:
         raise SettingError("--wrong", wrong, "only with --prediction")
     if temperature is None:
@@ -129,7 +139,7 @@ def decode(
         plan = bench_decode.Plan(
             asked, prompt_tokens, new_tokens, runs, against, busy, columns,
             looks_up=looks_up, wrong=wrong if prediction else None, temperature=temperature,
-            beside=tuple(beside or ()),
+            beside=tuple(beside or ()), text=text,
         )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
