@@ -181,7 +181,8 @@ class Executor(ABC):
     def read(self, request: Request) -> Picked | None:
         """Read the next chunk; with the last one of a prompt, choose the first token.
 
-        Before, `reserve` returned True.
+        Before, `reserve` returned True. The device may have begun with `rounds` when this returns;
+        whatever else comes next ends them, `free` too.
 
         Returns:
             The first token; None where more is to be read, where the request was preempted and

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from soloist.engine.executor import (
     take_forced,
     verify,
 )
+from soloist.engine.launch_ahead import LaunchAhead, PreparingLauncher
 from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
 from soloist.engine.tail_path import TailRule
@@ -46,7 +46,7 @@ from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import NO_TOKEN, bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Costs, Draft, Drafting
+from soloist.speculation import Costs, Draft, Drafter, Drafting
 
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
@@ -117,7 +117,8 @@ class KernelExecutor(Executor):
         host: Host | None = None,
     ) -> None:
         self.decoder, self.prefill = decoder, prefill
-        self._preparing = decoder if isinstance(decoder, _PreparingLauncher) else None
+        self._preparing = decoder if isinstance(decoder, PreparingLauncher) else None
+        self._ahead = LaunchAhead(decoder)
         self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
         self._vocab_size = vocab_size
@@ -216,11 +217,13 @@ class KernelExecutor(Executor):
 
     def preempt(self, request: Request) -> None:
         """See Executor."""
+        self._ahead.end()
         self.allocator.free(self.allocation_of(request))
         self._allocations[request], request.num_read = None, 0
 
     def free(self, request: Request) -> None:
         """See Executor."""
+        self._ahead.end()
         if (allocation := self._allocations[request]) is not None:
             self.allocator.free(allocation)
         del self._allocations[request], self._rounds_from[request]
@@ -252,6 +255,7 @@ class KernelExecutor(Executor):
         """See Executor."""
         allocation, start = self.allocation_of(request), request.num_read
         ids = request.prompt_ids
+        self._ahead.end()
         assert self.reserve([request]), "the caller did so before"
         if num_joined := self._join_chunks(allocation, start):
             request.num_read += num_joined
@@ -286,7 +290,13 @@ class KernelExecutor(Executor):
         request.num_read += len(chunk)
         self.allocator.cache(allocation, start, chunk)
         self._save(request, start, chunk)
-        return None if logits is None or is_resumed else pick(request, logits)
+        if logits is None or is_resumed:
+            return None
+        self._prepare_launch(request)
+        chosen = pick(request, logits)
+        if not (request.is_cancelled or chosen.token_id in request.sampler.stop_test.ending_ids):
+            self._ahead.begin(chosen.token_id)
+        return chosen
 
     # --- saved prompts ----------------------------------------------------------------------------
 
@@ -355,6 +365,33 @@ class KernelExecutor(Executor):
 
     # --- rounds -----------------------------------------------------------------------------------
 
+    def _prepare_launch(self, request: Request) -> None:
+        """Make the launch behind a prompt ready, which the GPU still reads, as if it were read.
+
+        Only of a request alone, and where the first token changes nothing else that is written for
+        a launch: no mask, and no counts. If another request comes at that very moment, or a stop
+        string ends the answer, there is a round too many.
+        """
+        sampler, drafter = request.sampler, request.drafter
+        is_alone = len(self._allocations) == 1 and _may_draft_in_kernel(request)
+        host_drafts = drafter is not None and drafter.has_prediction and not self.drafts_in_kernel
+        if not (self._ahead.can_prepare and is_alone) or host_drafts:
+            return
+        guess = None if drafter is None else drafter.first_guess
+        sampler.observe(0 if guess is None else guess)
+        try:
+            if request.has_all_tokens or not self.reserve([request]):
+                return
+            rounds = min(self.decoder.max_rounds, request.num_wanted)
+            rounds = self._take_pages([request], rounds)
+            row = self._row_of(self.allocation_of(request))
+            drafting = None
+            if drafter is not None and self.drafts_in_kernel and not drafter.is_resting:
+                drafting = self._drafting_launch(request, drafter.anew(), rounds)
+            self._ahead.prepare(_query(request, row), rounds, drafting)
+        finally:
+            sampler.rollback(1)
+
     def rounds(
         self, requests: Sequence[Request], most: int
     ) -> Generator[list[Outcome], None, None]:
@@ -401,7 +438,7 @@ class KernelExecutor(Executor):
             allocation = self.allocation_of(one)
             self._decode_path.feed(one, allocation, one.position - one.num_behind, one.position)
             one.num_behind = 0
-            row = self._decode_path.row_of(allocation)
+            row = self._row_of(allocation)
             try:
                 queries.append(_query(one, row))
             except Exception as error:  # noqa: BLE001 - the others go on
@@ -409,7 +446,7 @@ class KernelExecutor(Executor):
                 yield [failure if n == number else None for n in range(len(requests))]
                 return
         settled: dict[int, Outcome] = {}
-        self.decoder.start(queries, count)
+        self._ahead.start(queries, count)
         tokens = self.decoder.tokens()
         try:
             for chosen in list(tokens) if shows_logits else tokens:
@@ -445,18 +482,16 @@ class KernelExecutor(Executor):
         )
         request.num_behind = 0
         most_drafts = self.drafting.costs.most
-        draft = request.draft(min(most_drafts, left - 1))
-        if draft is None:
+        launch = self._drafting_launch(request, drafter, left)
+        if launch is None:
             return False
+        draft = launch.draft
         try:
-            query = _query(request, self._decode_path.row_of(allocation))
-            launch = DraftingLaunch(
-                drafter.state, draft, request.prompt_ids, list(request.sampler.output_ids), left
-            )
+            query = _query(request, self._row_of(allocation))
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
             yield [own_failure(_CHOOSING, error)]
             return True
-        decoder.start_drafting(query, launch)
+        self._ahead.start_drafting(query, launch)
         rounds = decoder.drafted_rounds()
         try:
             for made in rounds:
@@ -477,6 +512,20 @@ class KernelExecutor(Executor):
                 pass
             self.allocator.came_to(allocation, request.position)
         return True
+
+    def _drafting_launch(
+        self, request: Request, drafter: Drafter, left: int
+    ) -> DraftingLaunch | None:
+        """What a launch that drafts is given, of a request that may have so many tokens more.
+
+        None where nothing is drafted behind the latest token.
+        """
+        assert self.drafting is not None, "it drafts"
+        draft = request.draft(min(self.drafting.costs.most, left - 1), drafter)
+        if draft is None:
+            return None
+        output_ids = list(request.sampler.output_ids)
+        return DraftingLaunch(drafter.state, draft, request.prompt_ids, output_ids, left)
 
     def _drafted(self, request: Request, draft: Draft | None, tokens: Sequence[int]) -> Outcome:
         """What a round's tokens mean."""
@@ -610,6 +659,15 @@ class KernelExecutor(Executor):
         finally:
             self.allocator.came_to(self.allocation_of(request), request.position)
 
+    def _row_of(self, allocation: SequenceAllocation) -> int:
+        """The row of the page tables that has a sequence's pages now; no launch is running then.
+
+        One that has begun goes on if nothing is to be written.
+        """
+        if not self._decode_path.has_row_of(allocation):
+            self._ahead.end()
+        return self._decode_path.row_of(allocation)
+
     def _take_pages(self, requests: Sequence[Request], count: int) -> int:
         """As many rounds, at most `count`, as there are pages for."""
         assert self.reserve(requests), "the caller did so before"
@@ -697,17 +755,6 @@ class _Expected:
 
     tokens: list[int]
     draft: Draft
-
-
-@runtime_checkable
-class _PreparingLauncher(Protocol):
-    """What of a decoder prepares a launch while another one runs."""
-
-    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
-        """See Decoder."""
-
-    def start_next(self) -> None:
-        """See Decoder."""
 
 
 def _may_draft_in_kernel(request: Request) -> bool:

@@ -138,16 +138,18 @@ class Request:
         made = self.sampler.output_ids
         return made[len(made) - 1 - self.num_behind : len(made) - 1]
 
-    def draft(self, most: int) -> Draft | None:
+    def draft(self, most: int, by: Drafter | None = None) -> Draft | None:
         """What may follow the latest token, and could be told if it does; None for nothing.
 
         Args:
             most: tokens.
+            by: who drafts; the request's own drafter where it is None.
         """
-        if self.drafter is None or self.num_behind:
+        drafter = by or self.drafter
+        if drafter is None or self.num_behind:
             return None
         # One token more is made in any case.
-        draft = self.drafter.draft(self.sampler.output_ids, min(most, self.num_wanted - 1))
+        draft = drafter.draft(self.sampler.output_ids, min(most, self.num_wanted - 1))
         if draft is None:
             return None
         ids = draft.ids[: self.sampler.num_fitting(draft.ids)]

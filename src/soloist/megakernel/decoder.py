@@ -99,11 +99,13 @@ class Decoder:
         self.logits = torch.zeros(
             MAX_QUERIES, plan.exchanges.logit_rows, dtype=torch.float32, device=device
         )
-        pages = -(-rope.shape[0] // PAGE_POSITIONS)
-        self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
 
-        def pinned(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+        def pinned(*counts: int) -> Tensor:
+            return torch.zeros(counts, dtype=torch.int32, pin_memory=True)
+
+        pages = -(-rope.shape[0] // PAGE_POSITIONS)
+        self._pages_on_host = pinned(max_sequences, pages)
+        self.page_tables = torch.zeros(max_sequences, pages, dtype=torch.int32, device=device)
 
         # What a launch is given: a `LAUNCH`, then input tokens [query][round]. On the host twice,
         # used in turn: a launch is prepared while the copy for the last one may be still to come.
@@ -191,8 +193,26 @@ class Decoder:
         assert self.plan.ranks == 1, "ranks write to each other until all have ended"
         self.prepare(self.pack(queries, rounds))
 
-    def start_next(self) -> None:
-        """Start what `prepare_next` made ready; the launch before it has told all its tokens."""
+    def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """The same for a launch that drafts, while none does; arguments as of `start_drafting`."""
+        assert self.plan.ranks == 1, "ranks write to each other until all have ended"
+        given = pack_drafting(query, launch, self.plan.model.vocab_size)
+        self.prepare(given, drafting=launch)
+
+    def start_next(self, first: int | None = None) -> None:
+        """Start what was made ready; the launch before it has told all its tokens.
+
+        Args:
+            first: the only query's first input token, in place of the one that was prepared.
+        """
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if first is not None:
+            with torch.cuda.stream(stream):
+                given_on_host, given = self._given_on_host[0], self._given
+                given_on_host.numpy()[LAUNCH_WORDS] = first
+                word = slice(LAUNCH_WORDS, LAUNCH_WORDS + 1)
+                given[word].copy_(given_on_host[word], non_blocking=True)
         self.go()
         self.mark_end()
 
@@ -427,9 +447,14 @@ class Decoder:
         return Fault.of_words(self._signal_values[32:48].tolist())
 
     def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
-        """The first pages of a sequence; no launch may be running."""
-        row = torch.tensor(pages, dtype=torch.int32)
-        self.page_tables[sequence, : len(pages)].copy_(row)
+        """The first pages of a sequence, for launches that follow; none may be running.
+
+        The host waits for no GPU: the copy has its place among those of launches.
+        """
+        on_host = self._pages_on_host[sequence, : len(pages)]
+        on_host.numpy()[:] = pages
+        with torch.cuda.stream(self._stream):
+            self.page_tables[sequence, : len(pages)].copy_(on_host, non_blocking=True)
 
     def stop(self) -> None:
         """Ask the running launch to end at its next round."""

@@ -90,6 +90,14 @@ class DraftingLaunch:
     output_ids: Sequence[int]
     most_tokens: int
 
+    def is_like(self, other: "DraftingLaunch") -> bool:
+        """Whether both are given the same."""
+        ours, theirs = (
+            (one.draft, list(one.prompt_ids), list(one.output_ids), one.most_tokens)
+            for one in (self, other)
+        )
+        return ours == theirs and self.state.is_like(other.state)
+
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt in `history`."""

@@ -5,6 +5,8 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from soloist.speculation.depth import ONE, Costs, Depth
 from soloist.speculation.lookup import Archive, as_ids, following, look_up
 from soloist.speculation.prediction import Prediction
@@ -81,6 +83,21 @@ class DraftState:
     costs: tuple[int, ...]
     looks_up: bool
 
+    def is_like(self, other: "DraftState") -> bool:
+        """Whether drafts that follow are the same."""
+        ours, theirs = (
+            (s.at, s.is_good, s.depths, s.costs, s.looks_up, s.prediction is None)
+            for s in (self, other)
+        )
+        texts = (
+            (self.archive, other.archive),
+            (self.history, other.history),
+            (self.prediction, other.prediction),
+        )
+        return ours == theirs and all(
+            np.array_equal(a, b) for a, b in texts if a is not None and b is not None
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Tally:
@@ -145,10 +162,10 @@ class Drafter:
         self,
         drafting: Drafting,
         prompt_ids: Sequence[int],
-        prediction_ids: Sequence[int] | None = None,
+        prediction_ids: Sequence[int] | Ids | None = None,
         archive: Archive | None = None,
     ) -> None:
-        self._looks_up, self._archive = drafting.looks_up, archive
+        self._drafting, self._looks_up, self._archive = drafting, drafting.looks_up, archive
         self._prompt_ids = prompt_ids
         self._history: Tokens | None = None
         self._num_seen = self._num_waited = self._num_right = 0
@@ -158,6 +175,11 @@ class Drafter:
         self._costs = costs = drafting.costs
         self._depths = [Depth(costs, _FIRST_PREDICTION)]
         self._depths += [Depth(costs, first) for _, first in FIRST_LOOKUP]
+
+    def anew(self) -> "Drafter":
+        """One for the same texts that has seen nothing of the answer."""
+        ids = None if self._prediction is None else self._prediction.ids
+        return Drafter(self._drafting, self._prompt_ids, ids, self._archive)
 
     @property
     def state(self) -> DraftState:
@@ -193,6 +215,12 @@ class Drafter:
     def has_prediction(self) -> bool:
         """Whether there is a text that the answer may follow."""
         return self._prediction is not None
+
+    @property
+    def first_guess(self) -> int | None:
+        """Of an answer of which nothing was seen, the first token that is predicted."""
+        ids = () if self._prediction is None else self._prediction.next_ids(1).tolist()
+        return ids[0] if ids else None
 
     @property
     def is_idle(self) -> bool:

@@ -66,6 +66,6 @@ def following(text: Ids, at: int, count: int) -> list[int]:
     return found
 
 
-def as_ids(ids: Sequence[int]) -> Ids:
-    """An array of token ids."""
+def as_ids(ids: Sequence[int] | Ids) -> Ids:
+    """An array of token ids, of its own."""
     return np.array(ids, np.int32)

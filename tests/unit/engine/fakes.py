@@ -131,6 +131,7 @@ class FakeDecoder:
         self.forced_choice: int | None = None
         self._samplers: list[FakeSampler | None] = []
         self._drafting: DraftingLaunch | None = None
+        self._next_drafting: DraftingLaunch | None = None
 
     def write_pages(self, sequence: int, pages: Sequence[int]) -> None:
         assert not self.is_running, "no launch reads them"
@@ -140,15 +141,26 @@ class FakeDecoder:
         self._start(*self._prepared(queries, rounds))
 
     def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
-        assert self.is_running, "else it would start"
         self._next = self._prepared(queries, rounds)
         assert not any(s.is_masked for s in self._next[1] if s), "what runs has masks of its own"
+        self._next_drafting = None
         self.num_prepared += 1
 
-    def start_next(self) -> None:
+    def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        assert not self.is_running, "its texts would be overwritten"
+        self.prepare_next([self._drafted(query, launch)], launch.most_tokens)
+        self._next_drafting = launch
+
+    def start_next(self, first: int | None = None) -> None:
         assert self._next is not None, "it was prepared"
         self.num_expected += 1
-        self._start(*self._next)
+        launch, samplers = self._next
+        if first is not None:
+            (query,) = launch.queries
+            assert self._next_drafting is None, "drafts follow the token that was prepared"
+            launch = replace(launch, queries=(replace(query, tokens=[first]),))
+        self._drafting = self._next_drafting
+        self._start(launch, samplers)
 
     def _prepared(
         self, queries: Sequence[Query], rounds: int
@@ -191,13 +203,16 @@ class FakeDecoder:
                 return
 
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        pack_drafting(query, launch, VOCAB)
-        if (choice := query.choice) is not None:  # the kernel has counts of its own
-            query = replace(
-                query, choice=replace(choice, counts=choice.counts.as_they_are(each_token=True))
-            )
-        self.start([query], launch.most_tokens)
+        self.start([self._drafted(query, launch)], launch.most_tokens)
         self._drafting = launch
+
+    def _drafted(self, query: Query, launch: DraftingLaunch) -> Query:
+        pack_drafting(query, launch, VOCAB)
+        if (choice := query.choice) is None:
+            return query
+        # The kernel has counts of its own.
+        counts = choice.counts.as_they_are(each_token=True)
+        return replace(query, choice=replace(choice, counts=counts))
 
     def drafted_rounds(self) -> Iterator[DraftedRound]:  # noqa: C901 - the kernel's round
         """As the kernel makes them, with a drafter that begins as the launch was given."""
@@ -276,6 +291,12 @@ class FakeDecoder:
     def run(self, queries: Sequence[Query], rounds: int) -> list[list[int]]:
         self.start(queries, rounds)
         return list(self.tokens())
+
+
+class UnpreparedDecoder(FakeDecoder):
+    """Makes no launch ready, as decoders of several ranks, and so begins none while it reads."""
+
+    prepare_next = prepare_next_drafting = start_next = None
 
 
 class FakePrefill:

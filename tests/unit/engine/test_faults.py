@@ -120,7 +120,9 @@ class Parts:
             self.decoder, self.prefill, pages, VOCAB, 64, keeps_prefixes=True, host=host
         )
         self.decoder.faults = self.executor.faults = self.faults
-        self.faults.stand_before(self.decoder, "write_pages", "start", "stop")
+        self.faults.stand_before(
+            self.decoder, "write_pages", "start", "stop", "prepare_next", "start_next"
+        )
         self.faults.stand_before(self.prefill, "run")
         self.faults.stand_before(host, "offload", "fetch", "join")
         names = ("open", "reserve", "preempt", "read", "free")

@@ -516,6 +516,7 @@ def test_a_right_prediction_takes_an_eighth_of_the_launches() -> None:
 def test_rounds_behind_right_drafts_are_prepared_while_those_before_them_run() -> None:
     asked, executor = greedy(161), kernel(1)
     _, (plain,) = answers(executor, [asked], [None])
+    executor.decoder.num_expected = executor.decoder.num_prepared = 0
     alone(executor, asked, plain.token_ids, PREDICTIONS)
     assert executor.decoder.num_expected == executor.decoder.num_prepared == 19, "but the first"
 

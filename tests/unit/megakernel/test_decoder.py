@@ -135,6 +135,52 @@ def test_what_is_prepared_does_not_touch_the_launch_that_runs(gpu: Gpu) -> None:
     assert list(decoder.tokens()) == [[0, 1]]
 
 
+def test_a_first_token_that_came_later_is_one_word_more(gpu: Gpu) -> None:
+    decoder, query = gpu.decoder, queries(5)[0]
+    decoder.start([replace(query, tokens=[9])], ROUNDS)
+    wanted = decoder._given.clone()
+    decoder._signal_values[0] = ROUNDS
+    decoder.prepare_next([query], ROUNDS)
+    (other,) = (wanted != decoder._given).nonzero().tolist()
+    gpu.did.clear()
+    with Operations() as operations:
+        decoder.start_next(9)
+    assert operations.names == ["copy_"]
+    assert gpu.did == ["launch", "record"]
+    assert torch.equal(decoder._given, wanted), f"word {other} is the token"
+
+
+def test_a_launch_that_drafts_is_prepared_as_it_is_started(gpu: Gpu) -> None:
+    decoder, drafting = gpu.decoder, Drafting(Costs((1300,) * 7), looks_up=False)
+    drafter = Drafter(drafting, [5] * 3, [*range(30)])
+    launch = DraftingLaunch(drafter.state, drafter.draft([0], 7), [5] * 3, [0], ROUNDS)
+    query = replace(queries(3)[0], tokens=[0])
+    decoder.start_drafting(query, launch)
+    given, texts = decoder._given.clone(), decoder._texts.clone()
+    decoder._given.zero_()
+    decoder._texts.zero_()
+    gpu.did.clear()
+    decoder.prepare_next_drafting(query, launch)
+    assert gpu.did == []
+    used = 4 * PLAN.grid_blocks + 30
+    assert torch.equal(decoder._given, given)
+    assert torch.equal(decoder._texts[:used], texts[:used])
+    with Operations() as operations:
+        decoder.start_next()
+    assert operations.names == []
+    assert gpu.did == ["launch", "record"]
+
+
+def test_page_tables_are_written_among_the_copies_of_launches(gpu: Gpu, monkeypatch) -> None:
+    decoder, streams = gpu.decoder, []
+    decoder.page_tables.fill_(7)
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: nullcontext(streams.append(s)))
+    decoder.write_pages(2, [5])
+    assert streams == [decoder._stream]
+    assert decoder.page_tables[2].tolist() == [5] + [7] * (decoder.page_tables.shape[1] - 1)
+    assert (decoder.page_tables[[0, 1, 3]] == 7).all()
+
+
 @pytest.mark.parametrize("num_prompt", [3, 3000])
 def test_texts_of_a_launch_that_drafts_are_one_copy(gpu: Gpu, num_prompt: int) -> None:
     decoder, drafting = gpu.decoder, Drafting(Costs((1300,) * 7), looks_up=False)

@@ -1,0 +1,130 @@
+"""The launch behind a prompt: ready while the GPU reads the prompt, begun with its first token.
+
+All that a launch is given is known by then, but that token. To pack it, to tell the token and to
+choose the next step takes the host as long as a round of a small model: Python's code has left
+the caches while the prompt was read. The GPU does not wait for any of that.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from soloist.engine.executor import is_lost
+from soloist.megakernel.drafting import DraftingLaunch
+from soloist.megakernel.launch import Query
+from soloist.megakernel.ranks import Launcher
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class PreparingLauncher(Protocol):
+    """What of a decoder makes a launch ready before it may start."""
+
+    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
+        """See Decoder."""
+
+    def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """See Decoder."""
+
+    def start_next(self, first: int | None = None) -> None:
+        """See Decoder."""
+
+
+class LaunchAhead:
+    """Starts launches of one decoder, of which one may have begun before it is asked for.
+
+    Args:
+        decoder: who does anything else with it, or with the pages of a launch, calls `end` first.
+    """
+
+    def __init__(self, decoder: Launcher) -> None:
+        self._decoder = decoder
+        self._preparing = decoder if isinstance(decoder, PreparingLauncher) else None
+        self._ready: _Launch | None = None
+        self._begun: _Launch | None = None
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether `prepare` may be called; launches of several ranks are not made ready."""
+        return self._preparing is not None
+
+    def prepare(self, query: Query, rounds: int, drafting: DraftingLaunch | None = None) -> None:
+        """Make a launch ready, whose first token is a guess.
+
+        Args:
+            query: its only one.
+            rounds: at most.
+            drafting: of a launch that drafts.
+        """
+        assert self._preparing is not None, "it can prepare"
+        if drafting is None:
+            self._preparing.prepare_next([query], rounds)
+        else:
+            self._preparing.prepare_next_drafting(query, drafting)
+        self._ready = _Launch(query, rounds, drafting)
+
+    def begin(self, first: int) -> None:
+        """Start what is ready, if it is, with its first token; drafts need the one guessed."""
+        ready, self._ready = self._ready, None
+        if self._preparing is None or ready is None:
+            return
+        if ready.drafting is None:
+            self._preparing.start_next(first)
+            self._begun = replace(ready, query=replace(ready.query, tokens=[first]))
+        elif ready.query.tokens == [first]:
+            self._preparing.start_next()
+            self._begun = ready
+
+    def end(self) -> None:
+        """End what has begun, and drop its tokens; what is ready will not start.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        begun, self._begun, self._ready = self._begun, None, None
+        if begun is None:
+            return
+        decoder = self._decoder
+        decoder.abandon()
+        try:
+            for _ in decoder.tokens() if begun.drafting is None else decoder.drafted_rounds():
+                pass
+        except Exception as error:
+            if is_lost(error):
+                raise
+            log.exception("a launch whose tokens nobody wanted failed")
+
+    def start(self, queries: Sequence[Query], rounds: int) -> None:
+        """Start a launch, unless it has begun; arguments as of `Decoder.start`."""
+        if self._begun is not None and self._begun.is_for(queries, rounds):
+            self._begun = None
+            return
+        self.end()
+        self._decoder.start(queries, rounds)
+
+    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """The same for a launch that drafts; arguments as of `Decoder.start_drafting`."""
+        if self._begun is not None and self._begun.drafts(query, launch):
+            self._begun = None
+            return
+        self.end()
+        self._decoder.start_drafting(query, launch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What a launch was given; arguments as of `LaunchAhead.prepare`."""
+
+    query: Query
+    rounds: int
+    drafting: DraftingLaunch | None
+
+    def is_for(self, queries: Sequence[Query], rounds: int) -> bool:
+        """Whether it is this launch; it does not draft."""
+        return self.drafting is None and rounds == self.rounds and list(queries) == [self.query]
+
+    def drafts(self, query: Query, launch: DraftingLaunch) -> bool:
+        """Whether it is this launch, which drafts."""
+        return query == self.query and self.drafting is not None and launch.is_like(self.drafting)
