@@ -26,7 +26,7 @@ from soloist.engine.executor import (
     take_forced,
     verify,
 )
-from soloist.engine.launch_ahead import LaunchAhead, PreparingLauncher
+from soloist.engine.launch_ahead import LaunchAhead
 from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
 from soloist.engine.tail_path import TailRule
@@ -117,7 +117,6 @@ class KernelExecutor(Executor):
         host: Host | None = None,
     ) -> None:
         self.decoder, self.prefill = decoder, prefill
-        self._preparing = decoder if isinstance(decoder, PreparingLauncher) else None
         self._ahead = LaunchAhead(decoder)
         self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
@@ -375,7 +374,7 @@ class KernelExecutor(Executor):
         sampler, drafter = request.sampler, request.drafter
         is_alone = len(self._allocations) == 1 and _may_draft_in_kernel(request)
         host_drafts = drafter is not None and drafter.has_prediction and not self.drafts_in_kernel
-        if not (self._ahead.can_prepare and is_alone) or host_drafts:
+        if host_drafts or not is_alone:
             return
         guess = None if drafter is None else drafter.first_guess
         sampler.observe(0 if guess is None else guess)
@@ -613,7 +612,8 @@ class KernelExecutor(Executor):
         """
         sampler = request.sampler
         is_plain = not (sampler.is_constrained or sampler.params.has_penalties)
-        if self._preparing is None or check.tokens is None or request.top_logprobs is not None:
+        can_prepare = self.decoder.prepares_while_running and check.tokens is not None
+        if not can_prepare or request.top_logprobs is not None:
             return None
         found = request.draft_behind(check.draft, most) if is_plain else None
         if found is None:
@@ -625,16 +625,16 @@ class KernelExecutor(Executor):
         try:
             if not (self.reserve([request]) and self._decode_path.has_row_of(allocation)):
                 return None
-            self._preparing.prepare_next(_columns(request, allocation.row, draft), 1)
+            self.decoder.prepare_next(_columns(request, allocation.row, draft), 1)
         finally:
             sampler.rollback(len(tokens))
         return _Expected(tokens, draft)
 
     def _start_prepared(self, expected: "_Expected") -> "_Check | None":
         """Start the round that was prepared, unless rounds shall end."""
-        if self._preparing is None or self._is_asked_to_stop:
+        if self._is_asked_to_stop:
             return None
-        self._preparing.start_next()
+        self.decoder.start_next()
         return _Check(expected.draft, self.decoder.tokens())
 
     def _chosen_by(self, check: "_Check") -> list[int]:

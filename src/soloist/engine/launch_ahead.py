@@ -8,7 +8,6 @@ the caches while the prompt was read. The GPU does not wait for any of that.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from soloist.engine.executor import is_lost
 from soloist.megakernel.drafting import DraftingLaunch
@@ -16,20 +15,6 @@ from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Launcher
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class PreparingLauncher(Protocol):
-    """What of a decoder makes a launch ready before it may start."""
-
-    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
-        """See Decoder."""
-
-    def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        """See Decoder."""
-
-    def start_next(self, first: int | None = None) -> None:
-        """See Decoder."""
 
 
 class LaunchAhead:
@@ -41,14 +26,8 @@ class LaunchAhead:
 
     def __init__(self, decoder: Launcher) -> None:
         self._decoder = decoder
-        self._preparing = decoder if isinstance(decoder, PreparingLauncher) else None
         self._ready: _Launch | None = None
         self._begun: _Launch | None = None
-
-    @property
-    def can_prepare(self) -> bool:
-        """Whether `prepare` may be called; launches of several ranks are not made ready."""
-        return self._preparing is not None
 
     def prepare(self, query: Query, rounds: int, drafting: DraftingLaunch | None = None) -> None:
         """Make a launch ready, whose first token is a guess.
@@ -58,23 +37,22 @@ class LaunchAhead:
             rounds: at most.
             drafting: of a launch that drafts.
         """
-        assert self._preparing is not None, "it can prepare"
         if drafting is None:
-            self._preparing.prepare_next([query], rounds)
+            self._decoder.prepare_next([query], rounds)
         else:
-            self._preparing.prepare_next_drafting(query, drafting)
+            self._decoder.prepare_next_drafting(query, drafting)
         self._ready = _Launch(query, rounds, drafting)
 
     def begin(self, first: int) -> None:
         """Start what is ready, if it is, with its first token; drafts need the one guessed."""
         ready, self._ready = self._ready, None
-        if self._preparing is None or ready is None:
+        if ready is None:
             return
         if ready.drafting is None:
-            self._preparing.start_next(first)
+            self._decoder.start_next(first)
             self._begun = replace(ready, query=replace(ready.query, tokens=[first]))
         elif ready.query.tokens == [first]:
-            self._preparing.start_next()
+            self._decoder.start_next()
             self._begun = ready
 
     def end(self) -> None:

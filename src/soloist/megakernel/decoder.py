@@ -67,7 +67,12 @@ class Decoder:
         max_rounds: longest launch.
         cache: where compiled kernels are kept.
         build: which kernel; `load` takes another one.
+
+    Attributes:
+        prepares_while_running: the next launch may be made ready while one runs.
     """
+
+    prepares_while_running = True
 
     def __init__(  # noqa: PLR0913 - sizes and builds that only tests and tools ask for
         self,
@@ -190,12 +195,12 @@ class Decoder:
         All that the host has to do is done while that launch runs, but for `start_next`.
         Arguments as of `start`; no query has a mask.
         """
-        assert self.plan.ranks == 1, "ranks write to each other until all have ended"
+        assert self.plan.ranks == 1, "ranks are prepared together"
         self.prepare(self.pack(queries, rounds))
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """The same for a launch that drafts, while none does; arguments as of `start_drafting`."""
-        assert self.plan.ranks == 1, "ranks write to each other until all have ended"
+        assert self.plan.ranks == 1, "ranks are prepared together"
         given = pack_drafting(query, launch, self.plan.model.vocab_size)
         self.prepare(given, drafting=launch)
 
@@ -205,16 +210,21 @@ class Decoder:
         Args:
             first: the only query's first input token, in place of the one that was prepared.
         """
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        if first is not None:
-            with torch.cuda.stream(stream):
-                given_on_host, given = self._given_on_host[0], self._given
-                given_on_host.numpy()[LAUNCH_WORDS] = first
-                word = slice(LAUNCH_WORDS, LAUNCH_WORDS + 1)
-                given[word].copy_(given_on_host[word], non_blocking=True)
+        self.renew(first)
         self.go()
         self.mark_end()
+
+    def renew(self, first: int | None) -> None:
+        """Have what was prepared wait for all that the GPU was asked for since; as `start_next`."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            if first is not None:
+                word, on_host = slice(LAUNCH_WORDS, LAUNCH_WORDS + 1), self._given_on_host[0]
+                on_host.numpy()[word] = first
+                self._given[word].copy_(on_host[word], non_blocking=True)
+            if self.plan.ranks > 1:
+                self._ready.record(stream)
 
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """Start a launch that drafts after each round what the next one checks.

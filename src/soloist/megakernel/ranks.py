@@ -31,10 +31,15 @@ class Ranks:
     Args:
         decoders: one for each rank, in order.
 
+    Attributes:
+        prepares_while_running: never, since ranks write to each other until all have ended.
+
     Raises:
         LaunchError: ranks share a GPU and do not fit it at once: their plan is for too many SMs.
         NoPeerAccess: GPUs cannot reach each other's memory.
     """
+
+    prepares_while_running = False
 
     def __init__(self, decoders: Sequence[Decoder]) -> None:
         self.plan = decoders[0].plan
@@ -113,10 +118,27 @@ class Ranks:
 
         Each rank drafts for itself, from texts and choices that are the same everywhere.
         """
+        self.prepare_next_drafting(query, launch)
+        self._go()
+
+    def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
+        """Make ready what may follow, as `Decoder` does, while no launch is running."""
+        given = self.decoders[0].pack(queries, rounds)
+        self._kept = None
+        for decoder in self.decoders:
+            decoder.prepare(given)
+
+    def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+        """The same for a launch that drafts; arguments as of `start_drafting`."""
         given = pack_drafting(query, launch, self.plan.model.vocab_size)
         self._kept = None
         for decoder in self.decoders:
             decoder.prepare(given, drafting=launch)
+
+    def start_next(self, first: int | None = None) -> None:
+        """Start what was made ready; arguments as of `Decoder.start_next`."""
+        for decoder in self.decoders:
+            decoder.renew(first)
         self._go()
 
     def _go(self) -> None:

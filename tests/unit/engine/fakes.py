@@ -119,6 +119,8 @@ def resumed(launch: DraftingLaunch) -> Drafter:
 class FakeDecoder:
     """Runs a round whenever the next tokens are asked for."""
 
+    prepares_while_running = True
+
     def __init__(self, cache: Cache, max_rounds: int = 4096, sequences: int = 1) -> None:
         self.cache, self.max_rounds = cache, max_rounds
         self.page_tables = torch.arange(10 * sequences, dtype=torch.int32).view(sequences, 10)
@@ -293,10 +295,18 @@ class FakeDecoder:
         return list(self.tokens())
 
 
-class UnpreparedDecoder(FakeDecoder):
-    """Makes no launch ready, as decoders of several ranks, and so begins none while it reads."""
+class IdleDecoder(FakeDecoder):
+    """For prompts that are read alone: what begins behind them makes no round."""
 
-    prepare_next = prepare_next_drafting = start_next = None
+    is_idle = False
+
+    def start_next(self, first: int | None = None) -> None:  # noqa: ARG002 - it has no round
+        self.is_idle = True
+
+    def tokens(self) -> Iterator[list[int]]:
+        if not self.is_idle:
+            yield from super().tokens()
+        self.is_idle = False
 
 
 class FakePrefill:

@@ -18,7 +18,7 @@ from soloist.parallel.share import Share
 from soloist.prefill.part import Part
 from soloist.prefill.runner import Prefill
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import Cache, UnpreparedDecoder, opened
+from unit.engine.fakes import Cache, IdleDecoder, opened
 from unit.prefill.models import MODELS, matrices, random_weights, vectors
 
 # Prompts cross the position, 2,048, from which chunks are twice as wide.
@@ -51,7 +51,7 @@ class Parts:
         held = matrices(weights, dtype)
         part = Part(Share(config, 1, 0), held.__getitem__, vectors(weights), self.pool)
         self.told = Told(Prefill([part]))
-        decoder = UnpreparedDecoder(Cache())
+        decoder = IdleDecoder(Cache())
         decoder.page_tables = torch.zeros(2, PAGES, dtype=torch.int32)
         self.host = HostPages(self.pool.tensor, 2**26 if has_host else 0)
         self.executor = KernelExecutor(

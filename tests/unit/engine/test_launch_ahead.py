@@ -15,7 +15,7 @@ from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.launch import Query
 from soloist.sampling import Sampler, SamplingParams
 from soloist.speculation import Archive, Costs, Drafter, Drafting
-from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill, UnpreparedDecoder
+from unit.engine.fakes import VOCAB, Cache, FakeDecoder, FakePrefill
 
 PROMPT = [3, *range(10, 40)]
 GREEDY = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -24,9 +24,11 @@ LOOKUP = Drafting(Costs((1300,) * 7), looks_up=True)
 
 
 def kernel(*, prepares: bool = True, drafts: bool = False) -> KernelExecutor:
-    cache, kind = Cache(), FakeDecoder if prepares else UnpreparedDecoder
-    decoder = kind(cache, 4096, 3)
+    cache = Cache()
+    decoder = FakeDecoder(cache, 4096, 3)
     executor = KernelExecutor(decoder, FakePrefill(cache), 40, VOCAB, keeps_prefixes=True)
+    if not prepares:
+        executor._prepare_launch = lambda _: None
     executor.drafts_in_kernel, executor.drafting = drafts, PREDICTIONS
     return executor
 
@@ -289,8 +291,3 @@ def test_drafts_begin_with_the_token_that_they_follow() -> None:
         ahead.prepare(QUERY, 20, given)
         ahead.begin(first)
         assert decoder.is_running == begins
-
-
-def test_launches_of_several_ranks_are_not_made_ready() -> None:
-    assert LaunchAhead(FakeDecoder(Cache())).can_prepare
-    assert not LaunchAhead(UnpreparedDecoder(Cache())).can_prepare

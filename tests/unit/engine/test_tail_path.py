@@ -29,7 +29,7 @@ from soloist.model.kv_format import plain
 from soloist.planning import expectation
 from soloist.planning.hardware import HARDWARE
 from soloist.sampling import Sampler, SamplingParams
-from unit.engine.fakes import VOCAB, Cache, FakePrefill, UnpreparedDecoder, opened
+from unit.engine.fakes import VOCAB, Cache, FakePrefill, IdleDecoder, opened
 from unit.engine.test_kernel import EOS, expected, prompt_of
 from unit.prefill.models import MODELS
 
@@ -196,7 +196,7 @@ class Parts:
 
     def __init__(self, tails: TailRule, num_pages: int = 120) -> None:
         cache = Cache()
-        self.decoder = UnpreparedDecoder(cache, sequences=3)
+        self.decoder = IdleDecoder(cache, sequences=3)
         self.decoder.page_tables = torch.zeros(3, CONTEXT // PAGE, dtype=torch.int32)
         self.prefill = FakePrefill(cache, tails.widths[-1], tails.widths)
         self.executor = KernelExecutor(

@@ -46,6 +46,9 @@ class FakeDecoder:
         self.log.append(("prepare", self.rank))
         self.given, self.kept, self.drafting = given, logits, drafting
 
+    def renew(self, first: int | None) -> None:
+        self.log.append((f"renew {first}", self.rank))
+
     def await_copies(self) -> None:
         self.log.append(("await", self.rank))
 
@@ -111,6 +114,23 @@ def test_all_ranks_draft_from_the_same(made: Made) -> None:
     made.decoders[2].error, made.decoders[2].end = LaunchError("the decode kernel", "x"), "gone"
     with pytest.raises(LaunchError, match="rank 2 on GPU 0 reports gone"):
         list(made.ranks.drafted_rounds())
+
+
+@pytest.mark.parametrize("first", [None, 9])
+def test_what_all_ranks_made_ready_starts_everywhere_with_the_first_token(
+    made: Made, first: int | None
+) -> None:
+    drafter = Drafter(Drafting(Costs((1,) * 7), looks_up=False), [1], [7, 9], Archive())
+    launch = DraftingLaunch(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
+    if first is None:
+        made.ranks.prepare_next_drafting(Query(0, 1, [5]), launch)
+    else:
+        made.ranks.prepare_next([Query(0, 1, [5])], 3)
+    assert [step for step, _ in made.log if step != "pack"] == ["prepare"] * 4
+    made.log.clear()
+    made.ranks.start_next(first)
+    assert [step for step, _ in made.log][::4] == [f"renew {first}", "await", "go", "mark"]
+    assert len(made.log) == 16
 
 
 def test_logits_come_together_by_token_id(made: Made) -> None:
