@@ -291,7 +291,9 @@ class KernelExecutor(Executor):
         self._save(request, start, chunk)
         if logits is None or is_resumed:
             return None
+        # While the GPU reads: what takes the host long and needs no logits.
         self._prepare_launch(request)
+        request.sampler.prepare(len(ids))
         chosen = pick(request, logits)
         if not (request.is_cancelled or chosen.token_id in request.sampler.stop_test.ending_ids):
             self._ahead.begin(chosen.token_id)

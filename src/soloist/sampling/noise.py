@@ -4,6 +4,9 @@ Random words come from the counter-based generator Philox4x32-10 (Salmon et al.,
 numbers: as easy as 1, 2, 3", SC'11), so any token's noise can be computed alone and anywhere.
 """
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,52 +22,108 @@ from soloist.sampling.elementary import (
 
 Word = NDArray[np.uint64]  # values below 2^32, kept in 64 bits so that products are whole
 
+# By how much a bound of noise, or a sum with it, may be off, beside a share of the sum: far more
+# than quick logarithms and fp32 are.
+_SLACK, _SLACK_SHARE = 1e-3, 1e-6
 
-def gumbel_noise(seed: int, position: int, token_ids: IntArray) -> FloatArray:
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Noise of tokens at one position, exact where `noisy_argmax` asks for it.
+
+    Attributes:
+        words: [N] random words of the tokens.
+        bounds: [N] values that their noise does not exceed by more than a little.
+    """
+
+    words: Word
+    bounds: FloatArray
+
+
+def noise_of(seed: int, position: int, token_ids: IntArray) -> Noise:
     """Noise of some tokens at one position.
 
     Args:
         seed: 0 … 2^64 - 1.
         position: index in prompt and output of the token to be chosen, 0 … 2^64 - 1.
         token_ids: [N] ascending, 0 … 2^34 - 1.
+    """
+    words = token_words(seed, position, token_ids)
+    half, scale = np.float32(constants.HALF), np.float32(constants.WORD_SCALE)
+    # -ln(-ln(1 - v)) <= -ln(v), by numpy's own logarithm.
+    return Noise(words, -np.log((words.astype(np.float32) + half) * scale))
 
-    Returns:
-        [N] standard Gumbel values between -3.13 and 22.88.
+
+def noisy_argmax(scores: FloatArray, noise: Noise) -> int:
+    """Index of the largest of score + noise, of equal ones the lowest.
+
+    A bound takes a tenth of the time of noise. So noise is computed where the bound of a sum
+    reaches the sum of the token whose bound is highest: of a few tokens mostly.
+
+    Args:
+        scores: [N], of which the largest is finite, and none is NaN.
+        noise: [N], of the same tokens.
+    """
+    bounds = scores + noise.bounds
+    first = int(bounds.argmax())
+    least = float(scores[first]) + _approximate_noise(int(noise.words[first]))
+    least -= _SLACK + _SLACK_SHARE * abs(least)
+    near = np.flatnonzero(bounds >= np.float32(least))
+    return int(near[(scores[near] + gumbel_of_words(noise.words[near])).argmax()])
+
+
+def _approximate_noise(word: int) -> float:
+    return -math.log(-math.log1p(-(word + constants.HALF) * constants.WORD_SCALE))
+
+
+def token_words(seed: int, position: int, token_ids: IntArray) -> Word:
+    """[N] random words: token `id` owns word `id` mod 4 of the Philox block `id` div 4.
+
+    Arguments as of `noise_of`.
     """
     parts = [
-        gumbel_of_words(token_words(seed, position, token_ids[first : first + PART_TOKENS]))
+        _words_of_part(seed, position, token_ids[first : first + PART_TOKENS])
         for first in range(0, len(token_ids), PART_TOKENS)
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def token_words(seed: int, position: int, token_ids: IntArray) -> Word:
-    """[N] random words: token `id` owns word `id` mod 4 of the Philox block `id` div 4."""
+def _words_of_part(seed: int, position: int, token_ids: IntArray) -> Word:
     blocks = token_ids >> 2
     first, last = int(blocks[0]), int(blocks[-1])
     # Where most blocks are wanted, making each once is cheaper than once per token.
     is_dense = len(token_ids) > last - first
     made = np.arange(first, last + 1) if is_dense else blocks
     low, high = position & constants.WORD_MASK, position >> 32
+    by_block = np.empty((len(made), 4), np.uint64)
     counter = (made, low, high, constants.DOMAIN_TOKEN_CHOICE)
-    words: Word = np.stack(philox(counter, seed), axis=1)
+    for place, block_words in enumerate(philox(counter, seed)):
+        by_block[:, place] = block_words
+    words: Word = by_block.reshape(-1)
+    start = int(token_ids[0]) - 4 * first
+    if int(token_ids[-1]) - int(token_ids[0]) + 1 == len(token_ids) and is_dense:
+        return words[start : start + len(token_ids)]
     places = token_ids - 4 * first if is_dense else 4 * np.arange(len(blocks)) + (token_ids & 3)
-    chosen: Word = words.reshape(-1)[places]
+    chosen: Word = words[places]
     return chosen
 
 
 def philox(counter: tuple[IntArray | int, ...], seed: int) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-10 of a counter of four words under the key (seed's low, high word)."""
-    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
-    even, odd = np.stack((c0, c2)), np.stack((c1, c3))
-    column = (2,) + (1,) * c0.ndim
-    multipliers = np.array(constants.PHILOX_MULTIPLIERS, np.uint64).reshape(column)
+    words = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in counter))
+    c0, c1, c2, c3 = (word.copy() for word in words)
+    first, second = (np.uint64(multiplier) for multiplier in constants.PHILOX_MULTIPLIERS)
     mask, half = np.uint64(constants.WORD_MASK), np.uint64(32)
-    for key in _round_keys(seed).reshape(-1, *column):
-        products = (even * multipliers)[::-1]
-        even = (products >> half) ^ odd ^ key
-        odd = products & mask
-    return even[0], odd[0], even[1], odd[1]
+    for low_key, high_key in _round_keys(seed):
+        # In place where that is possible: numbers stay in the caches.
+        of_first, of_second = c0 * first, c2 * second
+        c0, c2 = (of_second >> half) ^ low_key, (of_first >> half) ^ high_key
+        c0 ^= c1
+        c2 ^= c3
+        of_first &= mask
+        of_second &= mask
+        c1, c3 = of_second, of_first
+    return c0, c1, c2, c3
 
 
 def _round_keys(seed: int) -> Word:

@@ -80,6 +80,11 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are left out for their scores."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
     def with_seed(self) -> "SamplingParams":
         """The same with a seed, drawn from the system if none was given; greedy needs none."""
         if self.is_greedy or self.seed is not None:

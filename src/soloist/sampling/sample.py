@@ -16,7 +16,7 @@ from soloist.sampling.adjust import TokenCounts, adjusted
 from soloist.sampling.constraint import Constraint, Words, has_bit, set_bit, words_of
 from soloist.sampling.elementary import FloatArray
 from soloist.sampling.filters import survivors
-from soloist.sampling.noise import gumbel_noise
+from soloist.sampling.noise import Noise, noise_of, noisy_argmax
 from soloist.sampling.params import SamplingParams
 from soloist.sampling.stop import StopTest
 
@@ -28,6 +28,7 @@ def sample(
     position: int,
     ending_ids: Iterable[int] = (),
     allowed: Words | None = None,
+    noise: Noise | None = None,
 ) -> int:
     """The token id at `position`; a pure function.
 
@@ -41,12 +42,13 @@ def sample(
         position: index in prompt and output of the token to be chosen.
         ending_ids: tokens that end generation, banned during the first min_tokens.
         allowed: bits [ceil(V / 32)] of the tokens that may be chosen; None for all.
+        noise: [V] of the seed and the position, if it was made before.
 
     Raises:
         BadLogits: the best score is NaN or infinite.
     """
     scores = adjusted(logits, params, counts, ending_ids, allowed)
-    if not params.is_greedy:
+    if not params.is_greedy and params.temperature != 1:
         with np.errstate(over="ignore"):  # an overflow is refused below
             scores = scores / np.float32(params.temperature)
     best = int(scores.argmax())
@@ -56,11 +58,13 @@ def sample(
         return best
     if params.seed is None:
         raise ValueError("sampling needs a seed: use params.with_seed()")
+    if not params.has_filters:
+        noise = noise or noise_of(params.seed, position, np.arange(len(scores)))
+        return noisy_argmax(scores, noise)
     ids = survivors(scores, params)
     if len(ids) == 1:
         return int(ids[0])
-    noise = gumbel_noise(params.seed, position, ids)
-    return int(ids[(scores[ids] + noise).argmax()])
+    return int(ids[noisy_argmax(scores[ids], noise_of(params.seed, position, ids))])
 
 
 def largest(logits: torch.Tensor, position: int) -> int:
@@ -121,6 +125,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._constraint = constraint
         self._span: deque[int] | None = None  # what must come next; None until asked for
+        self._noise: tuple[int, Noise] | None = None  # at a position, made before its logits
 
     @property
     def is_complete(self) -> bool:
@@ -167,6 +172,16 @@ class Sampler:
         is_changed = self.params.has_penalties or self.params.logit_bias or is_banned
         return self.params.is_greedy and not is_changed and not self.is_constrained
 
+    def prepare(self, position: int) -> None:
+        """Make now what `pick` needs for `position` and what no logits change.
+
+        Noise of a large vocabulary takes as long as a short prompt. Filters that leave few tokens
+        need little of it.
+        """
+        seed = self.params.seed
+        if seed is not None and not self.params.is_greedy and not self.params.has_filters:
+            self._noise = position, noise_of(seed, position, np.arange(self._vocab_size))
+
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The token id at `position` for logits [V] of any device and floating type.
 
@@ -180,7 +195,9 @@ class Sampler:
             return largest(logits, position)
         host = logits.detach().to("cpu", torch.float32).numpy()
         ending_ids, allowed = self.stop_test.ending_ids, self.allowed()
-        return sample(host, self.params, self.counts, position, ending_ids, allowed)
+        prepared, self._noise = self._noise, None
+        noise = prepared[1] if prepared is not None and prepared[0] == position else None
+        return sample(host, self.params, self.counts, position, ending_ids, allowed, noise)
 
     def observe(self, token_id: int) -> None:
         """Append `token_id` to the output.

@@ -76,6 +76,20 @@ def test_a_request_alone_starts_what_is_ready(params: SamplingParams) -> None:
     ]
 
 
+def test_noise_of_the_first_token_is_made_while_the_prompt_is_read(monkeypatch) -> None:
+    executor, did = kernel(), []
+    for owner, name in ((executor.prefill, "run"), (Sampler, "prepare"), (Sampler, "pick")):
+        call = getattr(owner, name)
+
+        def told(*args: object, _call=call, _name=name, **more: object) -> object:
+            did.append((_name, args[1] if _name == "prepare" else None))
+            return _call(*args, **more)
+
+        monkeypatch.setattr(owner, name, told)
+    ids(EngineCore(executor), request(SAMPLED))
+    assert did == [("run", None), ("prepare", len(PROMPT)), ("pick", None)]
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("right", [True, False])
 def test_a_predicted_answer_starts_what_is_ready_if_its_first_token_is_right(

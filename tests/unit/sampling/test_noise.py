@@ -6,7 +6,14 @@ import torch
 
 from soloist.sampling import constants
 from soloist.sampling.elementary import integer_weights
-from soloist.sampling.noise import gumbel_noise, gumbel_of_words, philox, token_words
+from soloist.sampling.noise import (
+    Noise,
+    gumbel_of_words,
+    noise_of,
+    noisy_argmax,
+    philox,
+    token_words,
+)
 
 # Random123 1.14, tests/kat_vectors: "philox4x32 10", counter, key, answer.
 PUBLISHED = [
@@ -27,6 +34,11 @@ PUBLISHED = [
 @pytest.mark.parametrize(("counter", "key", "answer"), PUBLISHED)
 def test_philox_gives_the_published_answers(counter, key, answer):
     assert tuple(int(w) for w in philox(counter, key[0] | key[1] << 32)) == answer
+
+
+def gumbel_noise(seed: int, position: int, token_ids) -> np.ndarray:
+    """The definition: every token's noise by itself."""
+    return gumbel_of_words(token_words(seed, position, token_ids))
 
 
 def test_a_token_owns_one_word_of_one_block():
@@ -131,6 +143,77 @@ def test_noise_is_accurate_finite_and_bounded():
     assert error.max() < 4e-7
     assert noise.min() > -3.13
     assert noise.max() < 22.88
+
+
+def test_noise_never_exceeds_its_bound_by_more_than_a_little():
+    words = _all_kinds_of_words()
+    bounds = _bounds(words)
+    made = noise_of(3, 4, np.arange(99))
+    assert np.array_equal(made.words, token_words(3, 4, np.arange(99)))
+    assert np.array_equal(made.bounds, _bounds(made.words))
+    assert (gumbel_of_words(words) <= bounds + 1e-5).all()
+    likely = words < 2**26
+    assert (bounds - gumbel_of_words(words))[likely].max() < 0.01, "bounds of large noise are close"
+
+
+def _bounds(words):
+    return -np.log((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32))
+
+
+def _scores(rng: np.random.Generator, kind: str, count: int) -> np.ndarray:
+    scores = rng.normal(0, 3, count)
+    if kind == "equal":
+        scores[:] = 1.5
+    elif kind == "few values":
+        scores = np.rint(scores)
+    elif kind == "peaked":
+        scores[rng.integers(count)] += 60
+    elif kind == "banned":
+        scores[rng.random(count) < 0.9] = -np.inf
+        scores[rng.integers(count)] = 0
+    elif kind == "large":
+        scores *= 1e8
+    elif kind == "huge":
+        scores *= 1e37
+    elif kind == "far below":
+        scores -= 1e6
+    return scores.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal", "equal", "few values", "peaked", "banned", "large", "huge", "far below"]
+)
+def test_the_largest_sum_is_found_by_bounds(kind):
+    rng = np.random.default_rng(5)
+    for number in range(300):
+        count = int(rng.choice([1, 2, 5, 100, 3000]))
+        scores, ids = _scores(rng, kind, count), np.arange(count)
+        noise = noise_of(number, number * 7, ids)
+        sums = scores + gumbel_noise(number, number * 7, ids)
+        assert noisy_argmax(scores, noise) == int(sums.argmax())
+
+
+def test_the_lowest_of_equal_sums_is_found_by_bounds():
+    words = np.array([7, 2**31, 9, 5, 5, 9], np.uint64)
+    assert noisy_argmax(np.zeros(6, np.float32), Noise(words, _bounds(words))) == 3
+    scores = np.array([0, 1e9, 1e9, 0, 1e9, 0], np.float32)  # noise is lost in rounding
+    assert noisy_argmax(scores, Noise(words, _bounds(words))) == 1
+
+
+def test_few_tokens_of_a_vocabulary_need_their_noise(monkeypatch):
+    asked = []
+
+    def counted(words):
+        asked.append(len(words))
+        return gumbel_of_words(words)
+
+    monkeypatch.setattr("soloist.sampling.noise.gumbel_of_words", counted)
+    rng = np.random.default_rng(1)
+    for number in range(20):
+        scores = rng.normal(0, 3, 151_936).astype(np.float32)
+        noisy_argmax(scores, noise_of(1, number, np.arange(151_936)))
+    assert len(asked) == 20
+    assert max(asked) < 100
 
 
 def test_weights_are_accurate_and_end_exactly():

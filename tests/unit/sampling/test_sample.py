@@ -107,6 +107,45 @@ def test_seeds_and_positions_differ_and_repeat():
     assert len(set(picks(1))) > 5
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, seed=1),
+        SamplingParams(temperature=1.3, seed=1, presence_penalty=1.0, logit_bias={3: 2.0}),
+        SamplingParams(temperature=1.0, seed=1, top_k=5),
+        SamplingParams(temperature=1.0, seed=1, top_p=0.8),
+        SamplingParams(temperature=1.0, seed=1, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_what_is_prepared_for_a_position_changes_no_token(params):
+    logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(1))
+    plain, prepared = (Sampler(params, 500, [4, 9]) for _ in range(2))
+    for position, row in enumerate(logits, 2):
+        prepared.prepare(position)
+        token_id = prepared.pick(row, position)
+        assert token_id == plain.pick(row, position)
+        prepared.prepare(position + 7)  # another one than is picked
+        assert token_id == prepared.pick(row, position)
+        assert token_id == prepared.pick(row, position), "nothing is prepared any more"
+        for sampler in (plain, prepared):
+            sampler.observe(token_id)
+
+
+def test_noise_is_made_where_it_is_prepared(monkeypatch):
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=1), 500, [4])
+    sampler.prepare(1)
+
+    def late(*_: object) -> None:
+        raise AssertionError("it was prepared")
+
+    monkeypatch.setattr("soloist.sampling.sample.noise_of", late)
+    sampler.pick(torch.zeros(500), 1)
+    with pytest.raises(AssertionError):
+        sampler.pick(torch.zeros(500), 1)
+
+
 def test_choices_keep_their_tokens():
     logits = (np.arange(1000) % 17).astype(np.float32)
     params = SamplingParams(temperature=2.0, top_p=0.9, seed=99)
