@@ -25,7 +25,7 @@ FIRST_LOOKUP = ((16, ONE * 9 // 10), (8, ONE * 3 // 4), (4, ONE // 2), (0, ONE *
 # Rounds without a draft that a launch waits through: each costs it a twentieth more than a round of
 # one query, and changing from one kind of launch to the other and back more than a round.
 WAIT_ROUNDS = 8
-# Right guesses in a row that end a rest: a wrong prediction has two seldom.
+# Right guesses in a row that end a rest, if that costs nothing: a wrong text has two seldom.
 RIGHT_GUESSES = 2
 
 
@@ -37,11 +37,13 @@ class Drafting:
         costs: of its steps.
         looks_up: whether drafts come from the texts that are there, too, or of predictions alone.
         rests_first: whether a request without a prediction rests until guesses were right.
+        right_guesses: in a row, that end a rest; the more, the more steps the change itself takes.
     """
 
     costs: Costs
     looks_up: bool
     rests_first: bool = False
+    right_guesses: int = RIGHT_GUESSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +250,12 @@ class Drafter:
         )
         if self._guess is None:
             self._num_right = 0
-        elif self._num_right >= RIGHT_GUESSES and self._depths[self._guess.kind].pays:
+        elif self._may_end_rest(self._depths[self._guess.kind]):
             self.is_resting, self._num_waited = False, 0
         return not self.is_resting
+
+    def _may_end_rest(self, depth: Depth) -> bool:
+        return self._num_right >= self._drafting.right_guesses and depth.pays
 
     def behind(self, draft: Draft, most: int) -> tuple[int, Draft] | None:
         """The token behind a draft, and the next draft, if the answer follows the prediction.

@@ -322,9 +322,40 @@ def test_texts_are_looked_up_where_the_kernel_drafts_and_a_round_is_long_enough(
     large, small = PUBLIC["llama-3.2-1b"], read_config(shipped_folder("etude") / "config.json")
     for ranks in (1, 2):
         plan = make_plan(large, bf16, sm90, ranks=ranks)
-        assert drafting_of(plan) == replace(PREDICTIONS, looks_up=True)
+        found = drafting_of(plan)
+        assert found == replace(PREDICTIONS, looks_up=True, right_guesses=found.right_guesses)
     for plan in (make_plan(small, bf16, sm90), make_plan(large, Dtype.FP16, sm90)):
-        assert drafting_of(plan) == PREDICTIONS
+        assert not drafting_of(plan).looks_up
+
+
+@pytest.mark.parametrize(
+    ("shape", "least", "most"),
+    [("etude", 15, 32), ("llama-3.2-1b", 4, 5), ("qwen3-1.7b", 3, 4), ("llama-3.1-8b", 2, 2)],
+)
+def test_a_rest_ends_the_later_the_more_rounds_a_change_of_launches_takes(
+    shape: str, least: int, most: int
+) -> None:
+    model = (
+        read_config(shipped_folder("etude") / "config.json") if shape == "etude" else PUBLIC[shape]
+    )
+    plan = make_plan(model, Dtype.BF16, TYPICAL["sm_90a"])
+    assert least <= drafting_of(plan).right_guesses <= most
+
+
+def test_more_right_guesses_make_fewer_launches_of_a_text_that_is_seldom_followed() -> None:
+    """Four tokens in a row of 25 are right, which is shorter than a long rest wants."""
+    asked, executor = greedy(300), drafting_kernel(1)
+    _, (plain,) = answers(executor, [asked], [None])
+    seldom = [x if i % 25 < 4 else (x + 7) % VOCAB for i, x in enumerate(plain.token_ids)]
+    counts = []
+    for right_guesses in (2, 20):
+        drafting = replace(PREDICTIONS, right_guesses=right_guesses)
+        executor.decoder.launches.clear()
+        _, (end,) = alone(executor, asked, seldom, drafting)
+        assert end.token_ids == plain.token_ids
+        counts.append(len(executor.decoder.launches))
+    assert counts[0] > 2 * counts[1]
+    assert counts[1] <= 3
 
 
 @pytest.mark.parametrize("what", ["penalties", "form", "log probabilities"])

@@ -1,6 +1,9 @@
 """One request's drafts, and what is known of the next one."""
 
 import random
+from dataclasses import replace
+
+import pytest
 
 from soloist.speculation import Costs, Drafter, Drafting
 from soloist.speculation.depth import ONE
@@ -40,9 +43,10 @@ def test_what_is_behind_a_right_draft_is_drafted_once_the_answer_is_there() -> N
     assert num_known > 300
 
 
-def lost() -> tuple[Drafter, list[int]]:
+def lost(right_guesses: int = RIGHT_GUESSES) -> tuple[Drafter, list[int]]:
     """A drafter whose prediction the answer has left, and the answer."""
-    drafter, answer = Drafter(FLAT, [1, 2, 3], [*range(100, 200)]), [50]
+    drafting = replace(FLAT, right_guesses=right_guesses)
+    drafter, answer = Drafter(drafting, [1, 2, 3], [*range(100, 200)]), [50]
     while (draft := drafter.draft(answer, 7)) is not None:
         assert not drafter.is_idle
         drafter.judge(draft, 1, 0)
@@ -78,14 +82,15 @@ def test_a_long_pause_is_not_waited_through_and_a_short_one_is() -> None:
     assert pauses[0] == (WAIT_ROUNDS - 1, False)
 
 
-def test_right_guesses_end_a_rest_and_raise_the_share() -> None:
-    drafter, answer = lost()
+@pytest.mark.parametrize("right_guesses", [RIGHT_GUESSES, 9])
+def test_right_guesses_end_a_rest_and_raise_the_share(right_guesses: int) -> None:
+    drafter, answer = lost(right_guesses)
     drafter.rest()
     for token_id in [50, 51, 120, 52, 130, 131]:
         answer.append(token_id)
         assert not drafter.watch(answer)
     before = drafter.state.depths[0][0]
-    for token_id in range(132, 132 + RIGHT_GUESSES):
+    for token_id in range(132, 132 + right_guesses):
         assert drafter.is_resting
         answer.append(token_id)
         is_over = drafter.watch(answer)
@@ -94,7 +99,7 @@ def test_right_guesses_end_a_rest_and_raise_the_share() -> None:
     assert before < drafter.state.depths[0][0] < ONE
     draft = drafter.draft(answer, 7)
     assert draft is not None
-    assert draft.ids == tuple(range(132 + RIGHT_GUESSES, 139 + RIGHT_GUESSES))
+    assert draft.ids == tuple(range(132 + right_guesses, 139 + right_guesses))
 
 
 def test_wrong_guesses_do_not_end_a_rest() -> None:
