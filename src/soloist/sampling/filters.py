@@ -4,13 +4,18 @@ Probabilities enter as integer weights (elementary.py), so no result depends on 
 The ranking of tokens is by score, highest first, and by id, lowest first, where scores are equal.
 """
 
+import math
+
 import numpy as np
 
 from soloist.sampling.constants import FRACTION_BITS, WEIGHT_BITS
 from soloist.sampling.elementary import FloatArray, IntArray, integer_weights
 from soloist.sampling.params import SamplingParams
 
-_FIRST_LOOK = 256  # most nuclei are smaller; a wider look follows where this was too short
+# Of a large vocabulary most tokens are far from the best: those within this gap are looked at
+# first, if they are few. Which tokens pass does not depend on it.
+_NEAR, _FEW = np.float32(12), 4096
+_FIRST_LOOK = 256  # else; a wider look follows where this was too short
 
 
 def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
@@ -30,6 +35,10 @@ def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
             ids = ids[: _num_needed(weights, needed)]
     elif params.top_p < 1:
         ids = _nucleus(gaps, params.top_p)
+    elif params.min_p > 0:
+        # All that may pass, and some more.
+        least = math.log(fraction_steps(params.min_p) / (1 << FRACTION_BITS)) - 0.01
+        ids, is_ranked = np.flatnonzero(gaps >= np.float32(least)), False
     else:
         ids, is_ranked = np.arange(len(gaps)), False
     if params.min_p > 0:
@@ -39,13 +48,22 @@ def survivors(scores: FloatArray, params: SamplingParams) -> IntArray:
 
 def ranked(scores: FloatArray, count: int) -> IntArray:
     """Ids of the `count` best tokens, in the order of the ranking."""
-    least = np.partition(scores, -count)[-count]
-    # Equal scores at the border come in ascending id, and the stable sort keeps them so.
-    ids = np.flatnonzero(scores >= least)
+    ids = np.flatnonzero(scores >= scores.max() - _NEAR)
+    if not count <= len(ids) <= _FEW:
+        ids = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    # Equal scores come in ascending id, and the stable sort keeps them so.
     return ids[np.argsort(-scores[ids], kind="stable")][:count]
 
 
 def _nucleus(gaps: FloatArray, top_p: float) -> IntArray:
+    near = np.flatnonzero(gaps >= -_NEAR)
+    if len(near) <= _FEW:
+        ids = near[np.argsort(-gaps[near], kind="stable")]
+        weights = integer_weights(gaps[ids])
+        least, most = _bounds_of_total(gaps, near, int(weights.sum()))
+        count = _num_needed(weights, _share(top_p, least))
+        if count == _num_needed(weights, _share(top_p, most)) <= len(ids):
+            return ids[:count]
     weights = integer_weights(gaps)
     needed = _share(top_p, int(weights.sum()))
     look = min(_FIRST_LOOK, len(gaps))
@@ -55,6 +73,22 @@ def _nucleus(gaps: FloatArray, top_p: float) -> IntArray:
         if look == len(gaps) or int(best.sum()) >= needed:
             return ids[: _num_needed(best, needed)]
         look = min(16 * look, len(gaps))
+
+
+def _bounds_of_total(gaps: FloatArray, near: IntArray, near_weight: int) -> tuple[int, int]:
+    """What the weights of all tokens sum up to at least and at most, by a quick exponential.
+
+    Args:
+        gaps: [V], at most 0.
+        near: some tokens.
+        near_weight: the exact sum of their weights.
+    """
+    powers = np.exp(gaps)
+    rest = float(powers.sum(dtype=np.float64) - powers[near].sum(dtype=np.float64))
+    rest *= 1 << WEIGHT_BITS
+    # A weight is rounded to a whole number; both exponentials are good to 3e-7 of their value.
+    slack = 0.6 * len(gaps) + 1e-5 * abs(rest) + 1e-9 * near_weight
+    return near_weight + max(0, math.floor(rest - slack)), near_weight + math.ceil(rest + slack)
 
 
 def _num_needed(weights: IntArray, needed: int) -> int:

@@ -82,17 +82,83 @@ def test_nucleus_of_equal_scores_is_exact(top_p):
     assert survivors(np.zeros(1000, np.float32), params).tolist() == list(range(expected))
 
 
-def test_a_wide_nucleus_needs_a_second_look():
-    scores = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
+def _exact_nucleus(scores, top_p):
+    """By the weights of all tokens."""
     weights = integer_weights(scores - scores.max())
     order = np.lexsort((np.arange(len(scores)), -scores))
     summed = np.cumsum(weights[order])
-    steps = round(0.95 * 2**24)
-    needed = math.ceil(Fraction(steps, 2**24) * int(summed[-1]))
-    count = int((summed < needed).sum()) + 1
+    needed = math.ceil(Fraction(max(1, round(top_p * 2**24)), 2**24) * int(summed[-1]))
+    return sorted(order[: int((summed < needed).sum()) + 1].tolist())
+
+
+def test_a_wide_nucleus_needs_a_second_look():
+    scores = np.random.default_rng(0).normal(size=20_000).astype(np.float32)
     ids = survivors(scores, SamplingParams(temperature=1.0, top_p=0.95))
-    assert ids.tolist() == sorted(order[:count].tolist())
-    assert count > 256
+    assert ids.tolist() == _exact_nucleus(scores, 0.95)
+    assert len(ids) > 256
+
+
+@pytest.mark.parametrize("kind", ["wide", "peaked", "few values", "banned", "one", "far"])
+def test_nuclei_of_a_vocabulary_are_exact(kind):
+    rng, sizes = np.random.default_rng(3), set()
+    for number in range(60):
+        scores = rng.normal(scale=3, size=30_000)
+        if kind == "peaked":
+            scores[rng.choice(30_000, 40, replace=False)] += rng.uniform(10, 30)
+        elif kind == "few values":
+            scores = np.rint(scores)
+            scores[rng.choice(30_000, 300, replace=False)] += 12
+        elif kind == "banned":
+            scores[rng.random(30_000) < 0.99] = -np.inf
+        elif kind == "one":
+            scores[5] = 1000
+        elif kind == "far":
+            scores[rng.choice(30_000, 5, replace=False)] += 11.9 + scores.max()
+        scores = scores.astype(np.float32)
+        top_p = float(rng.choice([0.01, 0.5, 0.9, 0.95, 0.999, 0.9999999]))
+        ids = survivors(scores, SamplingParams(temperature=1.0, top_p=top_p))
+        assert ids.tolist() == _exact_nucleus(scores, top_p), number
+        sizes.add(len(ids))
+    assert len(sizes) > 1 or kind == "one"
+
+
+def test_a_share_that_ends_right_at_a_token_is_exact():
+    """The bounds of the total lie on both sides of the border there."""
+    scores = np.full(20_000, -11.0, np.float32)
+    scores[:4] = 0, -1, -1, -2
+    weights = integer_weights(scores)
+    for count in range(1, 5):
+        share = int(weights[:count].sum()) / int(weights.sum())
+        step = 2.0**-24
+        for top_p in (share, share + step, share - step, share + step / 2):
+            ids = survivors(scores, SamplingParams(temperature=1.0, top_p=top_p))
+            assert ids.tolist() == _exact_nucleus(scores, top_p)
+
+
+@pytest.mark.parametrize("min_p", [1e-9, 2.0**-24, 1e-5, 0.05, 0.3, 1.0])
+def test_min_p_weighs_all_tokens_that_may_pass(min_p):
+    scores = np.linspace(0, -20, 200_001, dtype=np.float32)
+    kept = integer_weights(scores) >= math.ceil(
+        Fraction(max(1, round(min_p * 2**24)), 2**24) * 2**32
+    )
+    ids = survivors(scores, SamplingParams(temperature=1.0, min_p=min_p))
+    assert ids.tolist() == np.flatnonzero(kept).tolist()
+
+
+def test_few_tokens_of_a_vocabulary_are_weighed(monkeypatch):
+    weighed = []
+
+    def counted(gaps):
+        weighed.append(len(gaps))
+        return integer_weights(gaps)
+
+    monkeypatch.setattr("soloist.sampling.filters.integer_weights", counted)
+    rng = np.random.default_rng(1)
+    scores = rng.normal(scale=3, size=150_000).astype(np.float32)
+    scores[:200] += np.linspace(30, 10, 200, dtype=np.float32)
+    for params in ({"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}):
+        survivors(scores, SamplingParams(temperature=1.0, **params))
+    assert max(weighed) < 4096
 
 
 def test_a_permuted_vocabulary_keeps_the_same_tokens():
