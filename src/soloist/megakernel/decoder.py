@@ -133,6 +133,7 @@ class Decoder:
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
         self._prepared: _Prepared | None = None
+        self._parameters: dict[bool, NDArray[np.void]] = {}
 
     def load(self, build: Build) -> None:
         """Take another build of the kernel, on the same weights; no launch may be running.
@@ -271,24 +272,37 @@ class Decoder:
             is_single = given.num_queries == 1 and drafting is None
             built_for = 1 if is_single else MAX_QUERIES
             self._workspace.copy_(self._fresh_workspaces[built_for])
-            kernel = self._kernel
-            sample, masks = np.zeros((), SAMPLE_BUFFERS.dtype), np.zeros((), MASKS.dtype)
+            kernel, record = self._kernel, self._parameter(drafts=drafting is not None)
             if given.choices is not None:
                 sampler, first = self._sampler, self.peers[0]._sampler  # noqa: SLF001 - same class
-                kernel, sample = sampler.kernel, sampler.upload(given.choices)
+                kernel, record["sample"] = sampler.kernel, sampler.upload(given.choices)
                 if sampler is first:
                     sampler.begin(given.choices.masks, given.num_given)
-                masks = first.where_masks_are
-            out = self.logits if logits is None else logits
-            more: dict[str, Any] = {}
+                record["masks"] = first.where_masks_are
+            if logits is not None:
+                record["logits"] = logits.data_ptr()
             if drafting is not None:
-                more["draft"] = self._upload_texts(drafting)
+                record["draft"] = self._upload_texts(drafting)
+            if self.plan.ranks > 1:
+                self._ready.record(stream)
+        if drafting is None:
+            module = kernel.module_for(given.num_queries)
+        else:
+            module = self._drafting[given.choices is not None]
+        parameters = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
+        self._prepared = _Prepared(module, parameters, given.num_queries, given.most_rounds)
+
+    def _parameter(self, *, drafts: bool) -> NDArray[np.void]:
+        """The kernel's parameter, but for what a launch alone has: that is zero."""
+        if drafts not in self._parameters:
+            # Packed once: it takes as long as all the rest of a launch.
+            more: dict[str, Any] = {}
+            if drafts:
+                more["draft"] = np.zeros((), DRAFT_BUFFERS.dtype)
             if self._experts is not None:
                 more["experts"] = self._experts.data_ptr()
-            parameter = params(
-                self.plan.ranks, drafts=drafting is not None, experts=self.plan.has_experts
-            )
-            record = parameter.record(
+            struct = params(self.plan.ranks, drafts=drafts, experts=self.plan.has_experts)
+            self._parameters[drafts] = struct.record(
                 image=self.image.data_ptr(),
                 vectors=self.vectors.data_ptr(),
                 embedding=0 if self._embedding is None else self._embedding.data_ptr(),
@@ -296,7 +310,7 @@ class Decoder:
                 page_tables=self.page_tables.data_ptr(),
                 rope=self.rope.data_ptr(),
                 workspace=self.workspace_address,
-                logits=out.data_ptr(),
+                logits=self.logits.data_ptr(),
                 forced=self._given[LAUNCH_WORDS:].data_ptr(),
                 launch=self._given.data_ptr(),
                 emitted=self._emitted.data_ptr(),
@@ -307,20 +321,13 @@ class Decoder:
                 page_values=self.pool.stride(0) * self.pool.element_size() // 2,
                 page_table_stride=self.page_tables.shape[1],
                 embedding_scale=self._embedding_scale,
-                sample=sample,
+                sample=np.zeros((), SAMPLE_BUFFERS.dtype),
                 rank=self.rank,
                 peers=[peer.workspace_address for peer in self.peers],
-                masks=masks,
+                masks=np.zeros((), MASKS.dtype),
                 **more,
             )
-            if self.plan.ranks > 1:
-                self._ready.record(stream)
-        if drafting is None:
-            module = kernel.module_for(given.num_queries)
-        else:
-            module = self._drafting[given.choices is not None]
-        parameters = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
-        self._prepared = _Prepared(module, parameters, given.num_queries, given.most_rounds)
+        return self._parameters[drafts].copy()
 
     def _upload_texts(self, launch: DraftingLaunch) -> NDArray[np.void]:
         """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`: all come in one copy."""

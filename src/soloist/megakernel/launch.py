@@ -10,6 +10,7 @@ from soloist.megakernel.abi import LAUNCH
 from soloist.megakernel.choice import Choice, PackedChoices, pack_choices
 from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.sampling_header import packed_steps
 
 # Input tokens begin in a cache line of their own.
 LAUNCH_WORDS = -(-LAUNCH.num_bytes // 64) * 16
@@ -102,16 +103,26 @@ def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Give
         assert not choice.params.has_penalties, "a column would not count those before it"
         assert choice.allowed is None, "the host says what one column may take"
     ids = () if launch.draft is None else launch.draft.ids
-    fed = [*query.tokens, *ids, *[0] * (MAX_QUERIES - 1 - len(ids))]
-    columns = [
-        replace(query, position=query.position + c, tokens=[token], stride=0)
-        for c, token in enumerate(fed)
-    ]
-    given = pack(columns, launch.most_tokens, vocab_size)
-    record = given.words[: LAUNCH.num_bytes // 4].view(LAUNCH.dtype)
+    rounds = launch.most_tokens
+    one = pack([replace(query, stride=0)], rounds, vocab_size)
+    words = np.zeros(LAUNCH_WORDS + MAX_QUERIES * rounds, np.int32)
+    words[:LAUNCH_WORDS] = one.words[:LAUNCH_WORDS]
+    words[LAUNCH_WORDS::rounds][: 1 + len(ids)] = (*query.tokens, *ids)
+    # Columns differ in their place alone.
+    (record,), places = words[: LAUNCH.num_bytes // 4].view(LAUNCH.dtype), np.arange(MAX_QUERIES)
     record["queries"] = 1 + len(ids)
-    record["step"]["num_output"] += np.arange(MAX_QUERIES, dtype=np.uint32)
-    return replace(given, num_queries=1 + len(ids))
+    record["query"][1:] = record["query"][0]
+    record["query"]["position"] += places
+    if one.choices is not None:
+        record["sampling"][1:] = record["sampling"][0]
+        record["sampling"]["history"] = places
+        position, made = query.position + 1, int(one.choices.steps["num_output"][0])
+        record["step"] = packed_steps(
+            range(position, position + MAX_QUERIES), range(made, made + MAX_QUERIES)
+        )
+    return replace(
+        one, words=words, num_queries=1 + len(ids), num_given=one.num_given * MAX_QUERIES
+    )
 
 
 def _packed_choices(queries: Sequence[Query], vocab_size: int) -> PackedChoices | None:
