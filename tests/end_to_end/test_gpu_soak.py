@@ -1,7 +1,8 @@
 """Minutes of requests and thousands of tokens: no hang, no leak, no wrong token.
 
-Run with `-m slow`. Over two GPUs, or two ranks that share one; and on one GPU with weights in int4,
-and room for half of what its requests may come to. Most have a prediction, right or wrong.
+Run with `-m slow`. Over two GPUs, or two ranks that share one; on one GPU with weights in int4, and
+room for half of what its requests may come to; and a mixture of experts. Most requests have a
+prediction, right or wrong.
 """
 
 import random
@@ -9,10 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from end_to_end.test_experts import write_mixture
 from soloist.engine import Chunk, Completion, Engine, EngineConfig, Request
 from soloist.engine import engine as module
 from soloist.engine.config import resolve
@@ -46,6 +50,11 @@ def engine(kind: str) -> Engine:
     if kind == "ranks":
         where = {"gpus": 2} if torch.cuda.device_count() > 1 else {"rank_devices": (0, 0)}
         return Engine.load(replace(asked, **where))
+    if kind == "experts":
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "max_position_embeddings": 4096}
+        with TemporaryDirectory() as folder:
+            mixture = write_mixture(Path(folder) / "mixture", **sizes)
+            return Engine.load(replace(asked, model=str(mixture), precision="bf16"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "resolve", lambda *given: replace(resolve(*given), kv_tokens=2048))
         return Engine.load(replace(asked, weights=Codes.INT4))
@@ -129,7 +138,7 @@ def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> t
     return count, num_accepted
 
 
-@pytest.mark.parametrize("kind", ["ranks", "int4"])
+@pytest.mark.parametrize("kind", ["ranks", "int4", "experts"])
 def test_minutes_of_requests_with_random_lengths_and_cancels(kind: str) -> None:
     own = engine(kind)
     loop = EngineLoop(own.model, own.tokenizer, own.config.vocab_size)
