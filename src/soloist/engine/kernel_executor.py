@@ -379,7 +379,8 @@ class KernelExecutor(Executor):
         if host_drafts or not is_alone:
             return
         guess = None if drafter is None else drafter.first_guess
-        sampler.observe(0 if guess is None else guess)
+        # A predicted text may have tokens that the model has not.
+        sampler.observe(guess if guess is not None and guess < self._vocab_size else 0)
         try:
             if request.has_all_tokens or not self.reserve([request]):
                 return

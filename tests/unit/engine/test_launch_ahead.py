@@ -106,6 +106,12 @@ def test_a_predicted_answer_starts_what_is_ready_if_its_first_token_is_right(
     assert len(decoder.launches) == 1, "it drafts"
 
 
+def test_a_prediction_of_no_token_of_the_model_changes_nothing() -> None:
+    (plain,) = ids(EngineCore(kernel()), request())
+    executor = kernel(drafts=True)
+    assert ids(EngineCore(executor), request(predicted=[VOCAB + 5, *plain[1:]])) == [plain]
+
+
 def test_a_request_that_looks_up_from_the_start_starts_what_is_ready() -> None:
     (plain,) = ids(EngineCore(kernel()), request())
     executor, archive = kernel(drafts=True), Archive()
