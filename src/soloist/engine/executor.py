@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 # Tokens that are read at a time where every one of them is scored: on the decode kernel eight
 # rounds, as others then have.
 SCORED_TOKENS = 64
+# What a request's own part of a round is, for people.
+CHOOSING = "choosing a token"
 
 
 @dataclass(frozen=True, slots=True)

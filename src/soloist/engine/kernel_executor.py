@@ -6,15 +6,15 @@ a launch.
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from soloist.engine.decode_path import DecodePath, choice_of
 from soloist.engine.executor import (
+    CHOOSING,
     SCORED_TOKENS,
     Executor,
     Outcome,
@@ -26,11 +26,12 @@ from soloist.engine.executor import (
     take_forced,
     verify,
 )
+from soloist.engine.host_drafts import HostDrafts
 from soloist.engine.launch_ahead import LaunchAhead
 from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
 from soloist.engine.tail_path import TailRule
-from soloist.errors import BadLogits, GrammarFailed
+from soloist.errors import BadLogits
 from soloist.kv.allocator import KvAllocator, SequenceAllocation
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS, PrefixChunks, growing_chunks
 from soloist.kv.folder import ChunkFolder
@@ -67,9 +68,6 @@ PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False, rests
 
 # Instead of a token, where no score was a number.
 _NO_SCORE = NO_TOKEN["NAN"][0]
-
-# What a request's own part of a round is, for people.
-_CHOOSING = "choosing a token"
 
 
 class KernelExecutor(Executor):
@@ -120,6 +118,7 @@ class KernelExecutor(Executor):
         self._ahead = LaunchAhead(decoder)
         self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
+        self._host_drafts = HostDrafts(decoder, self._decode_path, self, self._pick)
         self._vocab_size = vocab_size
         most = min(chunk_tokens, prefill.most_tokens)
         self.chunks = growing_chunks(most) if keeps_prefixes else PrefixChunks(most, most)
@@ -135,7 +134,6 @@ class KernelExecutor(Executor):
             self.max_running, num_pages, self.chunks, keeps_prefixes=keeps_prefixes, host=host
         )
         self.tiers = self.allocator.tiers
-        self._is_asked_to_stop = False
         # Width, position and beginning of passes since the last round, the latest two of them.
         self._passes: list[tuple[int, int, float]] = []
         # Of open requests; None where one is preempted.
@@ -421,14 +419,15 @@ class KernelExecutor(Executor):
         Where log probabilities are wanted a launch has one round: the kernel leaves the logits of
         its last round only.
         """
-        self._is_asked_to_stop = False
         drafter = requests[0].drafter if len(requests) == 1 else None
         in_kernel = self.drafts_in_kernel and _may_draft_in_kernel(requests[0])
         if drafter is not None and not (in_kernel or drafter.has_prediction):
             drafter = None  # a launch for each draft costs more than what is looked up brings
         if drafter is not None and not drafter.is_resting:
-            drafted_rounds = self._drafted_rounds if in_kernel else self._verified_rounds
-            had_drafts = yield from drafted_rounds(requests[0], most)
+            assert self.drafting is not None, "it drafts"
+            most_drafts = self.drafting.costs.most
+            drafted_rounds = self._drafted_rounds if in_kernel else self._host_drafts.rounds
+            had_drafts = yield from drafted_rounds(requests[0], most, most_drafts)
             if had_drafts:
                 return
             drafter.rest()
@@ -444,7 +443,7 @@ class KernelExecutor(Executor):
             try:
                 queries.append(_query(one, row))
             except Exception as error:  # noqa: BLE001 - the others go on
-                failure = own_failure(_CHOOSING, error)
+                failure = own_failure(CHOOSING, error)
                 yield [failure if n == number else None for n in range(len(requests))]
                 return
         settled: dict[int, Outcome] = {}
@@ -467,7 +466,9 @@ class KernelExecutor(Executor):
             for one in requests:
                 self.allocator.came_to(self.allocation_of(one), one.position)
 
-    def _drafted_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
+    def _drafted_rounds(
+        self, request: Request, most: int, most_drafts: int
+    ) -> Generator[list[Outcome], None, bool]:
         """A launch whose rounds check what the kernel drafts; whether there was one.
 
         The host follows with the same drafter, so it knows each round's draft, and tells it. Where
@@ -475,7 +476,6 @@ class KernelExecutor(Executor):
         """
         drafter, decoder = request.drafter, self.decoder
         assert drafter is not None, "it drafts"
-        assert self.drafting is not None, "it drafts"
         allocation = self.allocation_of(request)
         count = min(most, decoder.max_rounds, request.num_wanted)
         left = self._take_pages([request], count)
@@ -483,7 +483,6 @@ class KernelExecutor(Executor):
             request, allocation, request.position - request.num_behind, request.position
         )
         request.num_behind = 0
-        most_drafts = self.drafting.costs.most
         launch = self._drafting_launch(request, drafter, left)
         if launch is None:
             return False
@@ -491,7 +490,7 @@ class KernelExecutor(Executor):
         try:
             query = _query(request, self._row_of(allocation))
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            yield [own_failure(_CHOOSING, error)]
+            yield [own_failure(CHOOSING, error)]
             return True
         self._ahead.start_drafting(query, launch)
         rounds = decoder.drafted_rounds()
@@ -542,125 +541,7 @@ class KernelExecutor(Executor):
 
             return verify(request, draft, pick_at)
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            return own_failure(_CHOOSING, error)
-
-    def _verified_rounds(self, request: Request, most: int) -> Generator[list[Outcome], None, bool]:
-        """Launches of one round that check what the request drafts; whether there was one.
-
-        The GPU stands still between two of them, so little is left to do then. While a round runs,
-        the next one is prepared for the case that all of the draft is right, and starts at once if
-        it is. In any case it starts before the tokens of this one are told. So where they end the
-        answer in a way that is seen only then, by a stop string or a client that leaves, there is a
-        round too many.
-        """
-        assert self.drafting is not None, "it drafts"
-        most_drafts, count = self.drafting.costs.most, 0
-        # `reserve` was called before the first one.
-        draft = request.draft(most_drafts) if most > 0 and not request.has_all_tokens else None
-        check = None if draft is None else self._begin_check(request, draft)
-        try:
-            while check is not None:
-                count += 1
-                most_behind = most_drafts if count < most else 0
-                expected = self._prepare_check(request, check, most_behind)
-                chosen = self._chosen_by(check)
-                following = None
-                if expected is not None and chosen == expected.tokens:
-                    following = self._start_prepared(expected)
-                ended, check = check, following
-                outcome = self._judge(request, ended, chosen)
-                if following is not None:
-                    draft = request.draft(most_drafts)
-                    assert draft == following.draft, "it was known"
-                elif count < most and self._may_follow(request, outcome):
-                    draft = request.draft(most_drafts)
-                    if draft is not None and self.reserve([request]):
-                        check = self._begin_check(request, draft)
-                yield [outcome]
-        finally:
-            if check is not None and check.tokens is not None:
-                self.decoder.abandon()
-                for _ in check.tokens:
-                    pass
-        return count > 0
-
-    def _may_follow(self, request: Request, outcome: Outcome) -> bool:
-        """Whether a round may be made behind that of an outcome which nobody was told yet."""
-        if not isinstance(outcome, Verified) or self._is_asked_to_stop:
-            return False
-        ending_ids = request.sampler.stop_test.ending_ids
-        ends = any(picked.token_id in ending_ids for picked in outcome.picks)
-        return not (ends or request.has_all_tokens)
-
-    def _begin_check(self, request: Request, draft: Draft) -> "_Check":
-        """Start a round with a query for the latest token and for each of the draft.
-
-        Keys and values of drafts that are wrong stay in the request's own pages, behind all that
-        anyone sees, until the answer comes there and writes its own.
-        """
-        try:
-            queries = _columns(
-                request, self._decode_path.row_of(self.allocation_of(request)), draft
-            )
-            self.decoder.start(queries, 1)
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            return _Check(draft, failure=own_failure(_CHOOSING, error))
-        draft = replace(draft, ids=draft.ids[: len(queries) - 1])
-        return _Check(draft, self.decoder.tokens())
-
-    def _prepare_check(self, request: Request, check: "_Check", most: int) -> "_Expected | None":
-        """Make ready the round that comes if all of a draft is right; None where it is not known.
-
-        Masks, counts for penalties and page tables are written between rounds only.
-        """
-        sampler = request.sampler
-        is_plain = not (sampler.is_constrained or sampler.params.has_penalties)
-        can_prepare = self.decoder.prepares_while_running and check.tokens is not None
-        if not can_prepare or request.top_logprobs is not None:
-            return None
-        found = request.draft_behind(check.draft, most) if is_plain else None
-        if found is None:
-            return None
-        token_id, draft = found
-        tokens, allocation = [*check.draft.ids, token_id], self.allocation_of(request)
-        for expected in tokens:
-            sampler.observe(expected)
-        try:
-            if not (self.reserve([request]) and self._decode_path.has_row_of(allocation)):
-                return None
-            self.decoder.prepare_next(_columns(request, allocation.row, draft), 1)
-        finally:
-            sampler.rollback(len(tokens))
-        return _Expected(tokens, draft)
-
-    def _start_prepared(self, expected: "_Expected") -> "_Check | None":
-        """Start the round that was prepared, unless rounds shall end."""
-        if self._is_asked_to_stop:
-            return None
-        self.decoder.start_next()
-        return _Check(expected.draft, self.decoder.tokens())
-
-    def _chosen_by(self, check: "_Check") -> list[int]:
-        """Tokens of the round that checks a draft, which ends; none where it could not start."""
-        return [] if check.tokens is None else list(check.tokens)[-1]
-
-    def _judge(self, request: Request, check: "_Check", chosen: Sequence[int]) -> Outcome:
-        """What the tokens of the round that checks a draft mean."""
-        if check.tokens is None:
-            return check.failure
-        try:
-            logits = None if request.top_logprobs is None else self.decoder.logits
-
-            def pick_at(column: int) -> Picked:
-                return self._pick(
-                    request, chosen[column], None if logits is None else logits[column]
-                )
-
-            return verify(request, check.draft, pick_at)
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            return own_failure(_CHOOSING, error)
-        finally:
-            self.allocator.came_to(self.allocation_of(request), request.position)
+            return own_failure(CHOOSING, error)
 
     def _row_of(self, allocation: SequenceAllocation) -> int:
         """The row of the page tables that has a sequence's pages now; no launch is running then.
@@ -692,7 +573,7 @@ class KernelExecutor(Executor):
         try:
             return self._chosen(query, request, token_id, settled)
         except Exception as error:  # noqa: BLE001 - the other queries go on
-            failure = own_failure(_CHOOSING, error)
+            failure = own_failure(CHOOSING, error)
             self.decoder.allow(query, None)
             settled[query] = failure
             return failure
@@ -728,36 +609,8 @@ class KernelExecutor(Executor):
 
     def stop(self) -> None:
         """See Executor."""
-        self._is_asked_to_stop = True
+        self._host_drafts.stop()
         self.decoder.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class _Check:
-    """A launch of one round that checks a draft.
-
-    Attributes:
-        draft: as much of it as has queries.
-        tokens: the launch's, as they come; None where it could not start.
-        failure: why not.
-    """
-
-    draft: Draft
-    tokens: Iterator[list[int]] | None = None
-    failure: Outcome = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What a round brings if all of its draft is right.
-
-    Attributes:
-        tokens: that it chooses then.
-        draft: what the next round, which is prepared, checks then.
-    """
-
-    tokens: list[int]
-    draft: Draft
 
 
 def _may_draft_in_kernel(request: Request) -> bool:
@@ -768,32 +621,6 @@ def _may_draft_in_kernel(request: Request) -> bool:
         and not request.sampler.params.has_penalties
         and len(request.sampler.stop_test.ending_ids) <= MAX_STOPS
     )
-
-
-def _columns(request: Request, row: int, draft: Draft) -> list[Query]:
-    """Queries for the latest token and the draft; each chooses as if those before it stood.
-
-    Behind a token that leads to a dead end of the form there are none: whoever comes there fails
-    then, and not before.
-
-    Raises:
-        GrammarFailed: nothing can follow the latest token.
-    """
-    sampler, position, queries = request.sampler, request.position, list[Query]()
-    try:
-        for column, token_id in enumerate((request.last, *draft.ids)):
-            if column:
-                sampler.observe(token_id)
-            try:
-                choice = choice_of(sampler, stays=True)
-            except GrammarFailed:
-                if not column:
-                    raise
-                break
-            queries.append(Query(row, position + column, [token_id], choice=choice))
-    finally:
-        sampler.rollback(max(0, request.position - position))
-    return queries
 
 
 def _query(request: Request, row: int) -> Query:
