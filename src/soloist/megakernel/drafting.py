@@ -92,11 +92,12 @@ class DraftingLaunch:
 
     def is_like(self, other: "DraftingLaunch") -> bool:
         """Whether both are given the same."""
-        ours, theirs = (
-            (one.draft, list(one.prompt_ids), list(one.output_ids), one.most_tokens)
-            for one in (self, other)
+        ours, theirs = ((one.draft, list(one.output_ids), one.most_tokens) for one in (self, other))
+        # Mostly one object, of which nothing is to be compared: prompts may be long.
+        are_of_one_prompt = self.prompt_ids is other.prompt_ids or (
+            list(self.prompt_ids) == list(other.prompt_ids)
         )
-        return ours == theirs and self.state.is_like(other.state)
+        return are_of_one_prompt and ours == theirs and self.state.is_like(other.state)
 
     @property
     def num_prompt(self) -> int:
