@@ -14,7 +14,7 @@ from soloist.sampling.params import SamplingParams
 
 # Of a large vocabulary most tokens are far from the best: those within this gap are looked at
 # first, if they are few. Which tokens pass does not depend on it.
-_NEAR, _FEW = np.float32(12), 4096
+_NEAR, _FEW = np.float32(8), 1024
 _FIRST_LOOK = 256  # else; a wider look follows where this was too short
 
 
@@ -57,13 +57,8 @@ def ranked(scores: FloatArray, count: int) -> IntArray:
 
 def _nucleus(gaps: FloatArray, top_p: float) -> IntArray:
     near = np.flatnonzero(gaps >= -_NEAR)
-    if len(near) <= _FEW:
-        ids = near[np.argsort(-gaps[near], kind="stable")]
-        weights = integer_weights(gaps[ids])
-        least, most = _bounds_of_total(gaps, near, int(weights.sum()))
-        count = _num_needed(weights, _share(top_p, least))
-        if count == _num_needed(weights, _share(top_p, most)) <= len(ids):
-            return ids[:count]
+    if len(near) <= _FEW and (ids := _nucleus_of(near, gaps, top_p)) is not None:
+        return ids
     weights = integer_weights(gaps)
     needed = _share(top_p, int(weights.sum()))
     look = min(_FIRST_LOOK, len(gaps))
@@ -75,20 +70,25 @@ def _nucleus(gaps: FloatArray, top_p: float) -> IntArray:
         look = min(16 * look, len(gaps))
 
 
-def _bounds_of_total(gaps: FloatArray, near: IntArray, near_weight: int) -> tuple[int, int]:
-    """What the weights of all tokens sum up to at least and at most, by a quick exponential.
+def _nucleus_of(near: IntArray, gaps: FloatArray, top_p: float) -> IntArray | None:
+    """The nucleus, in the order of the ranking, if these best tokens decide it; else None.
 
-    Args:
-        gaps: [V], at most 0.
-        near: some tokens.
-        near_weight: the exact sum of their weights.
+    A quick exponential says what the weights of all others sum up to, but for a little. If both
+    ends of that lead to the same number of tokens, the exact sum does, too.
     """
     powers = np.exp(gaps)
-    rest = float(powers.sum(dtype=np.float64) - powers[near].sum(dtype=np.float64))
-    rest *= 1 << WEIGHT_BITS
+    of_near, of_all = (float(x.sum(dtype=np.float64)) for x in (powers[near], powers))
+    if of_near < top_p * of_all:
+        return None
+    ids = near[np.argsort(-gaps[near], kind="stable")]
+    weights = integer_weights(gaps[ids])
+    exact, rest = int(weights.sum()), (of_all - of_near) * (1 << WEIGHT_BITS)
     # A weight is rounded to a whole number; both exponentials are good to 3e-7 of their value.
-    slack = 0.6 * len(gaps) + 1e-5 * abs(rest) + 1e-9 * near_weight
-    return near_weight + max(0, math.floor(rest - slack)), near_weight + math.ceil(rest + slack)
+    slack = 0.6 * len(gaps) + 1e-5 * abs(rest) + 1e-9 * exact
+    least, most = exact + max(0, math.floor(rest - slack)), exact + math.ceil(rest + slack)
+    count = _num_needed(weights, _share(top_p, least))
+    is_certain = count == _num_needed(weights, _share(top_p, most)) <= len(ids)
+    return ids[:count] if is_certain else None
 
 
 def _num_needed(weights: IntArray, needed: int) -> int:

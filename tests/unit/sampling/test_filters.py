@@ -113,7 +113,7 @@ def test_nuclei_of_a_vocabulary_are_exact(kind):
         elif kind == "one":
             scores[5] = 1000
         elif kind == "far":
-            scores[rng.choice(30_000, 5, replace=False)] += 11.9 + scores.max()
+            scores[rng.choice(30_000, 5, replace=False)] += 7.9 + scores.max()
         scores = scores.astype(np.float32)
         top_p = float(rng.choice([0.01, 0.5, 0.9, 0.95, 0.999, 0.9999999]))
         ids = survivors(scores, SamplingParams(temperature=1.0, top_p=top_p))
@@ -158,7 +158,7 @@ def test_few_tokens_of_a_vocabulary_are_weighed(monkeypatch):
     scores[:200] += np.linspace(30, 10, 200, dtype=np.float32)
     for params in ({"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}):
         survivors(scores, SamplingParams(temperature=1.0, **params))
-    assert max(weighed) < 4096
+    assert max(weighed) <= 1024
 
 
 def test_a_permuted_vocabulary_keeps_the_same_tokens():
