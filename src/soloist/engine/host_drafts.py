@@ -20,7 +20,7 @@ from soloist.megakernel.ranks import Launcher
 from soloist.speculation import Draft
 
 
-class Pages(Protocol):
+class PageOwner(Protocol):
     """Who has the pages of requests, such as an executor."""
 
     allocator: KvAllocator
@@ -38,7 +38,7 @@ class HostDrafts:
     Args:
         decoder: launches rounds.
         decode_path: writes its page tables.
-        pages: of requests.
+        pages: who has those of requests.
         pick: observes a token that the kernel chose; with logits [rows] its log probabilities, too.
     """
 
@@ -46,7 +46,7 @@ class HostDrafts:
         self,
         decoder: Launcher,
         decode_path: DecodePath,
-        pages: Pages,
+        pages: PageOwner,
         pick: Callable[[Request, int, Tensor | None], Picked],
     ) -> None:
         self._decoder, self._decode_path = decoder, decode_path
@@ -62,16 +62,16 @@ class HostDrafts:
     ) -> Generator[list[Outcome], None, bool]:
         """Launches of one round that check what the request drafts; whether there was one.
 
-        Args:
-            request: the only one; `reserve` returned True for it.
-            most: rounds.
-            most_drafts: tokens that a round checks beside the latest one.
-
         The GPU stands still between two of them, so little is left to do then. While a round runs,
         the next one is prepared for the case that all of the draft is right, and starts at once if
         it is. In any case it starts before the tokens of this one are told. So where they end the
         answer in a way that is seen only then, by a stop string or a client that leaves, there is a
         round too many.
+
+        Args:
+            request: the only one; `reserve` returned True for it.
+            most: rounds.
+            most_drafts: tokens that a round checks beside the latest one.
         """
         self._is_asked_to_stop, count = False, 0
         draft = request.draft(most_drafts) if most > 0 and not request.has_all_tokens else None

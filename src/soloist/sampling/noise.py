@@ -100,9 +100,9 @@ def _words_of_part(seed: int, position: int, token_ids: IntArray) -> Word:
     for place, block_words in enumerate(philox(counter, seed)):
         by_block[:, place] = block_words
     words: Word = by_block.reshape(-1)
-    start = int(token_ids[0]) - 4 * first
-    if int(token_ids[-1]) - int(token_ids[0]) + 1 == len(token_ids) and is_dense:
-        return words[start : start + len(token_ids)]
+    start, stop = int(token_ids[0]) - 4 * first, int(token_ids[-1]) - 4 * first + 1
+    if stop - start == len(token_ids):  # neighbours
+        return words[start:stop]
     places = token_ids - 4 * first if is_dense else 4 * np.arange(len(blocks)) + (token_ids & 3)
     chosen: Word = words[places]
     return chosen
