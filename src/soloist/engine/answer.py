@@ -48,13 +48,9 @@ class Answer:
         """Tokens taken."""
         return len(self._made)
 
-    def count_draft(self, draft: Draft) -> None:
-        """A draft was checked."""
-        self.drafts = self.drafts.with_draft(draft)
-
-    def count_accepted(self, draft: Draft, place: int) -> None:
-        """The token of a draft at this place, from 0 on, is one of the answer."""
-        self.drafts = self.drafts.with_accepted(draft, place)
+    def count_draft(self, draft: Draft, num_accepted: int) -> None:
+        """A draft was checked, and so many of its tokens are tokens of the answer."""
+        self.drafts = self.drafts.with_draft(draft, num_accepted)
 
     def start(self, now: float) -> None:
         """Work on the request begins."""

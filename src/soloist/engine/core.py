@@ -298,23 +298,28 @@ class EngineCore:
             return
         if outcome is None:
             return
-        picks: tuple[Picked, ...]
         if isinstance(outcome, Verified):
-            picks, num_accepted = outcome.picks, outcome.num_accepted
-            request.answer.count_draft(outcome.draft)
+            num_told = self._put_tokens(request, outcome.picks, outcome.num_accepted, now)
+            num_accepted = min(num_told, outcome.num_accepted)
+            request.answer.count_draft(outcome.draft, num_accepted)
         else:
-            picks, num_accepted = (outcome,), 0
+            self._put_tokens(request, (outcome,), 0, now)
+        if request.answer.finish_reason is not None:
+            self._finish(request, now)
+
+    def _put_tokens(
+        self, request: Request, picks: Sequence[Picked], num_accepted: int, now: float
+    ) -> int:
+        """Tell of tokens, as far as the answer goes; of how many picks."""
         for place, picked in enumerate(picks):
             for i, token_id in enumerate(picked.token_ids):
                 is_drafted = i == 0 and place < num_accepted
-                if isinstance(outcome, Verified) and is_drafted:
-                    request.answer.count_accepted(outcome.draft, place)
                 request.put_token(
                     token_id, picked.logprobs, now, is_forced=i > 0, is_drafted=is_drafted
                 )
                 if request.answer.finish_reason is not None:
-                    self._finish(request, now)
-                    return
+                    return place + 1
+        return len(picks)
 
     def _finish(self, request: Request, now: float) -> None:
         request.answer.decode_bytes += self._burst.num_bytes

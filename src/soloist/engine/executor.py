@@ -303,6 +303,8 @@ def take_forced(request: Request, least: int = 1) -> tuple[int, ...]:
     Where log probabilities are wanted nothing is: they need logits, so forced tokens come one a
     round, each the only one allowed.
     """
+    if not request.sampler.is_constrained:
+        return ()
     taken: list[int] = []
     while True:
         span = list(request.sampler.forced_ids)[: request.num_wanted]

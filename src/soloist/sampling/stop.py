@@ -13,7 +13,7 @@ what it makes beyond the end is dropped.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from soloist.sampling.params import SamplingParams
@@ -23,11 +23,20 @@ FinishReason = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class StopTest:
-    """The token ids that end one request and its largest number of tokens."""
+    """The token ids that end one request and its largest number of tokens.
+
+    Attributes:
+        ending_ids: every token id after which nothing follows; such a token is no part of the text.
+    """
 
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
     max_tokens: int
+    ending_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Once, since every token is looked for in it.
+        object.__setattr__(self, "ending_ids", self.eos_ids | self.stop_ids)
 
     @classmethod
     def for_request(cls, params: SamplingParams, eos_ids: Iterable[int]) -> Self:
@@ -37,11 +46,6 @@ class StopTest:
             stop_ids=params.stop_token_ids,
             max_tokens=params.max_tokens,
         )
-
-    @property
-    def ending_ids(self) -> frozenset[int]:
-        """Every token id after which nothing follows; such a token is no part of the text."""
-        return self.eos_ids | self.stop_ids
 
     def finish_reason(
         self, token_id: int, num_output: int, *, is_complete: bool = False

@@ -121,24 +121,18 @@ class Tally:
     predicted_accepted: int = 0
     by_place: tuple[int, ...] = ()
 
-    def with_draft(self, draft: Draft) -> "Tally":
-        """The same, and a draft that was checked."""
+    def with_draft(self, draft: Draft, num_accepted: int) -> "Tally":
+        """The same, and a draft that was checked, whose first tokens are tokens of the answer."""
         is_predicted, count = draft.source == "prediction", len(draft.ids)
-        return replace(
-            self,
+        places = [*self.by_place, *[0] * (num_accepted - len(self.by_place))]
+        for place in range(num_accepted):
+            places[place] += 1
+        return Tally(
             rounds=self.rounds + 1,
             drafted=self.drafted + count,
+            accepted=self.accepted + num_accepted,
             predicted=self.predicted + count * is_predicted,
-        )
-
-    def with_accepted(self, draft: Draft, place: int) -> "Tally":
-        """The same, and a token that was right, at this place of its draft, from 0 on."""
-        places = [*self.by_place, *[0] * (place + 1 - len(self.by_place))]
-        places[place] += 1
-        return replace(
-            self,
-            accepted=self.accepted + 1,
-            predicted_accepted=self.predicted_accepted + (draft.source == "prediction"),
+            predicted_accepted=self.predicted_accepted + num_accepted * is_predicted,
             by_place=tuple(places),
         )
 

@@ -7,12 +7,15 @@ place becomes better within a token or two, since there the latest tokens agree.
 """
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from soloist.speculation.tokens import Ids, Tokens
 
 # What agreement counts, from the last token backwards.
 WEIGHTS = tuple(1024 * 3**i // 4**i for i in range(16))
-_WEIGHTS = np.array(WEIGHTS, np.int64)
+_WEIGHTS = np.array(WEIGHTS[::-1], np.int64)
+# What lies before the beginning of the prediction and of the answer, and so agrees.
+_BEFORE = np.full(len(WEIGHTS), -1, np.int32)
 # Of a place elsewhere the two last tokens agree. Where the answer was before, less is enough: most
 # of what came before a few replaced tokens.
 GOOD_ELSEWHERE, GOOD_HERE = sum(WEIGHTS[:2]), WEIGHTS[0]
@@ -29,8 +32,11 @@ class Prediction:
     """
 
     def __init__(self, ids: Ids) -> None:
-        self._ids, self.at = ids, 0
-        self._answer = Tokens()
+        padded = np.concatenate((_BEFORE, ids))
+        self._ids, self.at = padded[len(_BEFORE) :], 0
+        # By place: the tokens before it.
+        self._windows = sliding_window_view(padded, len(_BEFORE))
+        self._answer = Tokens(_BEFORE)
         self._is_good = True
 
     @property
@@ -71,30 +77,14 @@ class Prediction:
 
     def _find(self, token_id: int) -> None:
         """The best place; of equal ones the nearest to where replaced tokens would leave it."""
-        expected = self.at
-        places = np.append(np.flatnonzero(self._ids == token_id) + 1, expected)
-        scores = self._scores(places)
-        # One integer for each, so that the best is a maximum: score, nearness, place.
-        distance = np.abs(places - expected)
-        best = np.lexsort((places, -distance, scores))[-1]
-        self.at = int(places[best])
-        least = GOOD_HERE if self.at == expected else GOOD_ELSEWHERE
-        self._is_good = int(scores[best]) >= least
-
-    def _scores(
-        self, places: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """How well the answer agrees with what lies before each place.
-
-        What lies before the beginning of both agrees.
-        """
-        back = np.arange(1, len(_WEIGHTS) + 1)
-        ours, theirs = len(self._answer) - back, places[:, None] - back
-        both = (ours >= 0) & (theirs >= 0)
-        neither = (ours < 0) & (theirs < 0)
-        same = np.zeros(theirs.shape, np.bool_)
-        if len(self._ids):
-            answer = self._answer.ids[np.maximum(ours, 0)]
-            same = both & (self._ids[np.maximum(theirs, 0)] == answer)
-        scores: np.ndarray[tuple[int], np.dtype[np.int64]] = (same | neither) @ _WEIGHTS
-        return scores
+        expected, latest = self.at, self._answer.ids[-len(_WEIGHTS) :]
+        least = GOOD_HERE
+        score = int((self._windows[expected] == latest) @ _WEIGHTS)
+        places = (self._ids == token_id).nonzero()[0] + 1
+        if len(places):
+            scores = (self._windows[places] == latest) @ _WEIGHTS
+            if (best := int(scores.max())) > score:
+                score, least = best, GOOD_ELSEWHERE
+                equal = places[scores == best].tolist()
+                self.at = min(equal, key=lambda place: (abs(place - expected), -place))
+        self._is_good = score >= least
