@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from soloist.engine.decode_path import DecodePath, choice_of
@@ -289,9 +290,10 @@ class KernelExecutor(Executor):
         self._save(request, start, chunk)
         if logits is None or is_resumed:
             return None
-        # While the GPU reads: what takes the host long and needs no logits.
-        self._prepare_launch(request)
-        request.sampler.prepare(len(ids))
+        # While the GPU reads: what takes the host long and does not wait for logits.
+        request.sampler.prepare(len(ids), logits)
+        if not _are_there(logits):
+            self._prepare_launch(request)
         chosen = pick(request, logits)
         if not (request.is_cancelled or chosen.token_id in request.sampler.stop_test.ending_ids):
             self._ahead.begin(chosen.token_id)
@@ -611,6 +613,11 @@ class KernelExecutor(Executor):
         """See Executor."""
         self._host_drafts.stop()
         self.decoder.stop()
+
+
+def _are_there(logits: Tensor) -> bool:
+    """Whether a GPU has computed logits, so that what the host does now delays their token."""
+    return logits.is_cuda and torch.cuda.current_stream(logits.device).query()
 
 
 def _may_draft_in_kernel(request: Request) -> bool:

@@ -1,5 +1,7 @@
 """The launch behind a prompt: ready while the GPU reads the prompt, begun with its first token.
 
+Where the GPU has read a short prompt already, nothing is made ready: the token would wait for it.
+
 All that a launch is given is known by then, but that token. To pack it, to tell the token and to
 choose the next step takes the host as long as a round of a small model: Python's code has left
 the caches while the prompt was read. The GPU does not wait for any of that.
@@ -48,12 +50,9 @@ class LaunchAhead:
         ready, self._ready = self._ready, None
         if ready is None:
             return
-        if ready.drafting is None:
+        if ready.drafting is None or ready.query.tokens == [first]:
             self._decoder.start_next(first)
             self._begun = replace(ready, query=replace(ready.query, tokens=[first]))
-        elif ready.query.tokens == [first]:
-            self._decoder.start_next()
-            self._begun = ready
 
     def end(self) -> None:
         """End what has begun, and drop its tokens; what is ready will not start.

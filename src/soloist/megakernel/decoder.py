@@ -197,7 +197,7 @@ class Decoder:
         Arguments as of `start`; no query has a mask.
         """
         assert self.plan.ranks == 1, "ranks are prepared together"
-        self.prepare(self.pack(queries, rounds))
+        self.prepare(self.pack(queries, rounds), awaits_first=len(queries) == 1)
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """The same for a launch that drafts, while none does; arguments as of `start_drafting`."""
@@ -209,23 +209,23 @@ class Decoder:
         """Start what was made ready; the launch before it has told all its tokens.
 
         Args:
-            first: the only query's first input token, in place of the one that was prepared.
+            first: the only query's first input token, in place of the one that was prepared, which
+                a launch that drafts keeps. The GPU was asked for nothing since that the launch
+                depends on.
         """
         self.renew(first)
         self.go()
         self.mark_end()
 
     def renew(self, first: int | None) -> None:
-        """Have what was prepared wait for all that the GPU was asked for since; as `start_next`."""
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            if first is not None:
-                word, on_host = slice(LAUNCH_WORDS, LAUNCH_WORDS + 1), self._given_on_host[0]
-                on_host.numpy()[word] = first
-                self._given[word].copy_(on_host[word], non_blocking=True)
-            if self.plan.ranks > 1:
-                self._ready.record(stream)
+        """Give what was prepared its first token, or have it wait for what the GPU does by now."""
+        if first is not None:
+            self._given_on_host[0].numpy()[LAUNCH_WORDS] = first
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self.plan.ranks > 1:
+            with torch.cuda.device(self._device):
+                self._ready.record(self._stream)
 
     def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """Start a launch that drafts after each round what the next one checks.
@@ -248,11 +248,21 @@ class Decoder:
         return pack(queries, rounds, self.plan.model.vocab_size)
 
     def prepare(
-        self, given: Given, logits: Tensor | None = None, drafting: DraftingLaunch | None = None
+        self,
+        given: Given,
+        logits: Tensor | None = None,
+        drafting: DraftingLaunch | None = None,
+        *,
+        awaits_first: bool = False,
     ) -> None:
-        """Queue the copies of what a launch reads; `logits` as of `start`.
+        """Queue the copies of what a launch reads.
 
-        `drafting`: of a launch that drafts, which `given` was packed for; of at most `max_rounds`.
+        Args:
+            given: what it is given.
+            logits: as of `start`.
+            drafting: of a launch that drafts, which `given` was packed for; of at most
+                `max_rounds`.
+            awaits_first: `renew` may give it another first token.
 
         No rank may start before all are prepared: ranks write to each other. A launch that runs
         on this one has its copies behind it, in the same stream.
@@ -281,6 +291,9 @@ class Decoder:
                 record["masks"] = first.where_masks_are
             if logits is not None:
                 record["logits"] = logits.data_ptr()
+            if awaits_first:
+                # The kernel reads it where the host writes it: a copy would take longer to queue.
+                record["forced"] = given_on_host[LAUNCH_WORDS:].data_ptr()
             if drafting is not None:
                 record["draft"] = self._upload_texts(drafting)
             if self.plan.ranks > 1:

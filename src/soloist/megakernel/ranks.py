@@ -126,7 +126,7 @@ class Ranks:
         given = self.decoders[0].pack(queries, rounds)
         self._kept = None
         for decoder in self.decoders:
-            decoder.prepare(given)
+            decoder.prepare(given, awaits_first=len(queries) == 1)
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         """The same for a launch that drafts; arguments as of `start_drafting`."""

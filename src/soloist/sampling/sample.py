@@ -67,18 +67,26 @@ def sample(
     return int(ids[noisy_argmax(scores[ids], noise_of(params.seed, position, ids))])
 
 
-def largest(logits: torch.Tensor, position: int) -> int:
+class Largest:
     """The token id of the largest of logits [V], the lowest of equal ones, found on their device.
 
-    Raises:
-        BadLogits: it is NaN or infinite.
+    The device is asked at once, and `wait` waits for it.
     """
-    best = logits.argmax(keepdim=True)
-    found = torch.cat([best.double(), logits.gather(0, best).double()])
-    token_id, score = found.tolist()  # the only wait
-    if not math.isfinite(score):
-        raise BadLogits(position, score)
-    return int(token_id)
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        best = logits.argmax(keepdim=True)
+        self._found = torch.cat([best.double(), logits.gather(0, best).double()])
+
+    def wait(self, position: int) -> int:
+        """The token id, at `position`.
+
+        Raises:
+            BadLogits: its logit is NaN or infinite.
+        """
+        token_id, score = self._found.tolist()
+        if not math.isfinite(score):
+            raise BadLogits(position, score)
+        return int(token_id)
 
 
 class Sampler:
@@ -125,7 +133,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._constraint = constraint
         self._span: deque[int] | None = None  # what must come next; None until asked for
-        self._noise: tuple[int, Noise] | None = None  # at a position, made before its logits
+        # At a position, made before its logits are there.
+        self._noise: tuple[int, Noise] | None = None
+        self._largest: tuple[int, Largest] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -172,14 +182,20 @@ class Sampler:
         is_changed = self.params.has_penalties or self.params.logit_bias or is_banned
         return self.params.is_greedy and not is_changed and not self.is_constrained
 
-    def prepare(self, position: int) -> None:
-        """Make now what `pick` needs for `position` and what no logits change.
+    def prepare(self, position: int, logits: torch.Tensor) -> None:
+        """Do now what `pick` needs for `position`, and what does not wait for logits.
 
         Noise of a large vocabulary takes as long as a short prompt. Filters that leave few tokens
         need little of it.
+
+        Args:
+            position: of the token to be chosen.
+            logits: [V] that `pick` will be given; a GPU may still compute them.
         """
         seed = self.params.seed
-        if seed is not None and not self.params.is_greedy and not self.params.has_filters:
+        if logits.is_cuda and self.takes_the_largest:
+            self._largest = position, Largest(logits)
+        elif seed is not None and not self.params.is_greedy and not self.params.has_filters:
             self._noise = position, noise_of(seed, position, np.arange(self._vocab_size))
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
@@ -191,8 +207,11 @@ class Sampler:
         """
         if logits.shape != (self._vocab_size,):
             raise ValueError(f"logits have shape {list(logits.shape)}, not [{self._vocab_size}]")
+        asked, self._largest = self._largest, None
         if logits.is_cuda and self.takes_the_largest:
-            return largest(logits, position)
+            if asked is None or asked[0] != position:
+                asked = position, Largest(logits)
+            return asked[1].wait(position)
         host = logits.detach().to("cpu", torch.float32).numpy()
         ending_ids, allowed = self.stop_test.ending_ids, self.allowed()
         prepared, self._noise = self._noise, None

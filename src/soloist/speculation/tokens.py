@@ -15,7 +15,7 @@ class Tokens:
         ids: the first ones.
     """
 
-    def __init__(self, ids: Sequence[int] | NDArray[np.int64] = ()) -> None:
+    def __init__(self, ids: Sequence[int] | NDArray[np.int32 | np.int64] = ()) -> None:
         self._held = np.array(ids, np.int32)
         self._count = len(self._held)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from soloist.engine import kernel_executor
 from soloist.engine.core import EngineCore
 from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.launch_ahead import LaunchAhead
@@ -311,3 +312,11 @@ def test_drafts_begin_with_the_token_that_they_follow() -> None:
         ahead.prepare(QUERY, 20, given)
         ahead.begin(first)
         assert decoder.is_running == begins
+
+
+def test_nothing_is_made_ready_that_the_first_token_would_wait_for(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_executor, "_are_there", lambda _: True)
+    early, late = kernel(), kernel(prepares=False)
+    wanted = ids(EngineCore(late), request())
+    assert ids(EngineCore(early), request()) == wanted
+    assert early.decoder.num_prepared == early.decoder.num_expected == 0

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plan.shapes import SMALL
 from soloist.megakernel import decoder as module
 from soloist.megakernel import kernel
+from soloist.megakernel.abi import params
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.drafting import DraftingLaunch
 from soloist.megakernel.gpu import TYPICAL
-from soloist.megakernel.launch import Query
+from soloist.megakernel.launch import LAUNCH_WORDS, Query
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import make_plan
 from soloist.model.dtype import Dtype
@@ -135,19 +136,24 @@ def test_what_is_prepared_does_not_touch_the_launch_that_runs(gpu: Gpu) -> None:
     assert list(decoder.tokens()) == [[0, 1]]
 
 
-def test_a_first_token_that_came_later_is_one_word_more(gpu: Gpu) -> None:
+def test_a_first_token_that_came_later_is_read_where_the_host_writes_it(gpu: Gpu) -> None:
     decoder, query = gpu.decoder, queries(5)[0]
     decoder.start([replace(query, tokens=[9])], ROUNDS)
     wanted = decoder._given.clone()
     decoder._signal_values[0] = ROUNDS
     decoder.prepare_next([query], ROUNDS)
-    (other,) = (wanted != decoder._given).nonzero().tolist()
+    (word,) = (wanted != decoder._given).nonzero().tolist()
+    assert word == [LAUNCH_WORDS], "the token is all that is not known"
+    assert decoder._prepared is not None
+    struct = params(PLAN.ranks, drafts=False, experts=PLAN.has_experts)
+    record = np.frombuffer(bytes(decoder._prepared.params), struct.dtype)[0]
     gpu.did.clear()
     with Operations() as operations:
         decoder.start_next(9)
-    assert operations.names == ["copy_"]
+    assert operations.names == []
     assert gpu.did == ["launch", "record"]
-    assert torch.equal(decoder._given, wanted), f"word {other} is the token"
+    read = decoder._given_on_host[0][LAUNCH_WORDS:]
+    assert (record["forced"], read[0]) == (read.data_ptr(), 9)
 
 
 def test_a_launch_that_drafts_is_prepared_as_it_is_started(gpu: Gpu) -> None:

@@ -41,10 +41,16 @@ class FakeDecoder:
         return queries, rounds
 
     def prepare(
-        self, given: object, logits: torch.Tensor | None = None, drafting: object = None
+        self,
+        given: object,
+        logits: torch.Tensor | None = None,
+        drafting: object = None,
+        *,
+        awaits_first: bool = False,
     ) -> None:
         self.log.append(("prepare", self.rank))
         self.given, self.kept, self.drafting = given, logits, drafting
+        self.awaits_first = awaits_first
 
     def renew(self, first: int | None) -> None:
         self.log.append((f"renew {first}", self.rank))
@@ -127,6 +133,7 @@ def test_what_all_ranks_made_ready_starts_everywhere_with_the_first_token(
     else:
         made.ranks.prepare_next([Query(0, 1, [5])], 3)
     assert [step for step, _ in made.log if step != "pack"] == ["prepare"] * 4
+    assert {d.awaits_first for d in made.decoders} == {first is not None}
     made.log.clear()
     made.ranks.start_next(first)
     assert [step for step, _ in made.log][::4] == [f"renew {first}", "await", "go", "mark"]

@@ -13,7 +13,7 @@ from soloist.errors import BadLogits, BadTokenId
 from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.logprobs import logprobs
-from soloist.sampling.sample import largest, sample
+from soloist.sampling.sample import Largest, sample
 
 V = 40
 LOGITS = np.random.default_rng(5).normal(scale=1.5, size=V).astype(np.float32)
@@ -123,10 +123,10 @@ def test_what_is_prepared_for_a_position_changes_no_token(params):
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(1))
     plain, prepared = (Sampler(params, 500, [4, 9]) for _ in range(2))
     for position, row in enumerate(logits, 2):
-        prepared.prepare(position)
+        prepared.prepare(position, row)
         token_id = prepared.pick(row, position)
         assert token_id == plain.pick(row, position)
-        prepared.prepare(position + 7)  # another one than is picked
+        prepared.prepare(position + 7, row)  # another one than is picked
         assert token_id == prepared.pick(row, position)
         assert token_id == prepared.pick(row, position), "nothing is prepared any more"
         for sampler in (plain, prepared):
@@ -135,7 +135,7 @@ def test_what_is_prepared_for_a_position_changes_no_token(params):
 
 def test_noise_is_made_where_it_is_prepared(monkeypatch):
     sampler = Sampler(SamplingParams(temperature=1.0, seed=1), 500, [4])
-    sampler.prepare(1)
+    sampler.prepare(1, torch.zeros(500))
 
     def late(*_: object) -> None:
         raise AssertionError("it was prepared")
@@ -181,7 +181,7 @@ def test_the_largest_logit_is_refused_where_the_definition_refuses_it(index, val
     logits = torch.tensor(LOGITS)
     logits[index] = float(value)
     with pytest.raises(BadLogits, match="position 8"):
-        largest(logits, 8)
+        Largest(logits).wait(8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -191,7 +191,7 @@ def test_the_largest_logit_is_what_greedy_takes(dtype):
         logits = torch.randn(V, generator=generator).to(dtype)
         logits[torch.randint(V, (3,), generator=generator)] = 4.0  # equal ones: the lowest id
         wanted = sample(logits.float().numpy(), SamplingParams(), TokenCounts(V, []), 0)
-        assert largest(logits, 0) == wanted
+        assert Largest(logits).wait(0) == wanted
 
 
 @pytest.mark.parametrize(
