@@ -14,8 +14,8 @@ from soloist.speculation.tokens import Ids, Tokens
 # What agreement counts, from the last token backwards.
 WEIGHTS = tuple(1024 * 3**i // 4**i for i in range(16))
 _WEIGHTS = np.array(WEIGHTS[::-1], np.int64)
-# What lies before the beginning of the prediction and of the answer, and so agrees.
-_BEFORE = np.full(len(WEIGHTS), -1, np.int32)
+# What lies before the beginning of the prediction and of the answer, and so agrees: no token.
+_BEFORE = np.full(len(WEIGHTS), np.iinfo(np.int32).min, np.int32)
 # Of a place elsewhere the two last tokens agree. Where the answer was before, less is enough: most
 # of what came before a few replaced tokens.
 GOOD_ELSEWHERE, GOOD_HERE = sum(WEIGHTS[:2]), WEIGHTS[0]

@@ -83,6 +83,13 @@ def test_a_place_is_always_inside_the_text(predicted, answer) -> None:
         assert prediction.next_ids(7).tolist() in ([], predicted[prediction.at :][:7])
 
 
+def test_a_token_below_zero_is_not_what_lies_before_the_beginning() -> None:
+    """A predicted text may have tokens that no model has."""
+    prediction = Prediction(np.array([*[-1] * 15, 5, 6], np.int32))
+    prediction.take(5)
+    assert prediction.next_ids(1).tolist() == [-1], "the first token was replaced, none left out"
+
+
 def test_tokens_of_one_round_look_for_the_place_once() -> None:
     """As long as they follow, and where the last alone does not, as if they came one by one."""
     predicted = text(60)
