@@ -18,6 +18,7 @@ struct SampleState {
   SampleArgs args;
   SampleEpochs epochs;
   u32 arrivals;  // that the last barrier waited for
+  u32 masked;    // queries whose tokens the host may forbid, a bit each
 };
 template <class M>
 constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
@@ -95,6 +96,10 @@ __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
   if (c == 0) {
     state.epochs = SampleEpochs{};
     state.arrivals = 0;
+    u32 masked = 0;
+#pragma unroll
+    for (u32 i = 0; i < kMaxQueries; ++i) masked |= launch.sampling[i].flags & kSampleMasked ? 1u << i : 0;
+    state.masked = masked & ((1u << launch.queries) - 1);
   }
 }
 
@@ -108,13 +113,14 @@ __device__ __forceinline__ u32 no_token(float best) {
 // enough, since the host writes the next mask after it saw the round's token, for which all blocks had read
 // this one.
 template <class M>
-__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, u32 queries, volatile Where* where,
-                                              u32& ended) {
+__device__ __forceinline__ u32 wait_for_masks(const Params& params, u32 round, volatile Where* where, u32& ended) {
+  const u32 may_be = sample_state<M>().masked;
+  if (!may_be) return 0;
   u32 masked = 0;
   where->phase = static_cast<u32>(Phase::kMask);
 #pragma unroll 1
-  for (u32 c = 0; c < queries; ++c) {
-    if (!(sample_state<M>().params[c].flags & kSampleMasked)) continue;
+  for (u32 c = 0; may_be >> c; ++c) {
+    if (!(may_be >> c & 1)) continue;
     if (static_cast<i32>(round + 1) < params.launch->query[c].forced) continue;  // the host gives the next token
     u32 ready;
     do ready = load_host_acquire(params.masks.ready + c * kMaskReadyWords);  // pairs with `allow` of sampler.py
@@ -134,13 +140,6 @@ template <class M>
 __device__ __forceinline__ u32* arrivals(u8* workspace, u32 rank) {
   return reinterpret_cast<u32*>(workspace + M::kWsArrivals) + rank * kNumBlocks;
 }
-template <class M>
-__device__ __forceinline__ bool any_masked(u32 queries) {
-  bool any = false;
-#pragma unroll 1
-  for (u32 c = 0; c < queries; ++c) any |= (sample_state<M>().params[c].flags & kSampleMasked) != 0;
-  return any;
-}
 // All consumer threads: afterwards all ranks' logits of the round are here. Returns the word of block 0 of rank 0; only
 // this block reads the host's wishes, which may change meanwhile.
 template <class M>
@@ -152,13 +151,13 @@ __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 r
     u32 word = (round + 1) << kOutcomeBits;
     if (params.rank == 0 && block == 0) {
       u32 ended = *const_cast<const volatile u32*>(&control.yield);
-      const u32 masked = wait_for_masks<M>(params, round, control.queries, where, ended);
+      const u32 masked = wait_for_masks<M>(params, round, where, ended);
       word |= masked << 1 | (ended ? 1 : 0);
     }
     __threadfence_system();
 #pragma unroll
     for (u32 r = 0; r < kPeers; ++r) store_to_peer(arrivals<M>(params.peers[r], params.rank) + block, word);
-    if (any_masked<M>(control.queries)) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
+    if (sample_state<M>().masked) where->phase = static_cast<u32>(Phase::kMask);  // the host takes its time
   }
   const u32* words = arrivals<M>(params.workspace, 0);
 #pragma unroll 1
@@ -193,7 +192,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
     const u32* masks = params.masks.words;
     if constexpr (kPeers == 1) {
       yield = *const_cast<volatile u32*>(&control.yield);
-      masked = wait_for_masks<M>(params, round, control.queries, where, yield);
+      masked = wait_for_masks<M>(params, round, where, yield);
     } else {
       yield = outcome & 1;
       masked = outcome >> 1;

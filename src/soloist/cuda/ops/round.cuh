@@ -91,9 +91,22 @@ __device__ __forceinline__ void run_layer(L, Context<M>& cx, u32& layer) {
   L::run(cx, layer);
 }
 
+// Where the ring's slots and their barriers are.
 template <class M>
-__device__ __forceinline__ void consume(Context<M>& cx, const Barriers& barriers) {
+__device__ __forceinline__ Slots ring_slots(const u64* barriers) {
+  const u32 full = kept_address(barriers);
+  return {kept_address(dynamic), full, full + M::kRingSlots * 8};
+}
+
+template <class M>
+__device__ __forceinline__ void consume(Context<M>& cx, const Barriers& barriers, const u64* all_barriers) {
   for (;; ++cx.round) {
+    // Uniform registers do not outlive the call that chooses. Made anew in each round these addresses are in such ones
+    // while layers run; kept over the call they would take others, of which products of several columns have none left.
+    if constexpr (kSamples) {
+      const Slots ring = ring_slots<M>(all_barriers);
+      cx.ring = {ring.base, ring.full, ring.empty, cx.ring.slot, cx.ring.parity};
+    }
     if (cx.thread == 0) cx.where->round = cx.round;
     cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + blockIdx.x * kTraceWords : nullptr;
     cx.mark_clocks();
@@ -162,16 +175,16 @@ template <class M, class Role, class Then>
 __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all_barriers)[kNumBarriers<M>], Where& progress,
                                            const Then& then) {
   const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const u32 slots = kept_address(dynamic), full = kept_address(all_barriers), empty = full + M::kRingSlots * 8;
-  const u32 first = empty + M::kRingSlots * 8, finished = first + 40;
+  const Slots ring = ring_slots<M>(all_barriers);
+  const u32 first = ring.empty + M::kRingSlots * 8, finished = first + 40;
   const Barriers barriers{first, first + 8, first + 16, first + 24, first + 32, first + 48};
-  u8* const fixed = at_shared<u8>(slots + M::kRingBytes);
+  u8* const fixed = at_shared<u8>(ring.base + M::kRingBytes);
   Control* const control = reinterpret_cast<Control*>(fixed + M::kShControl);
   Where* const where = at_shared<Where>(kept_address(&progress));
   if (thread == 0) {
     for (u32 i = 0; i < M::kRingSlots; ++i) {
-      mbarrier_init(full + i * 8, kStagingLanes);
-      mbarrier_init(empty + i * 8, kReleases);
+      mbarrier_init(ring.full + i * 8, kStagingLanes);
+      mbarrier_init(ring.empty + i * 8, kReleases);
     }
     for (u32 i = 0; i < 6 + (M::kMostSlots > 0); ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
     *where = Where{0, 0, 0, 0, 0, 0};
@@ -192,20 +205,20 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   if (Role::kIsNew ? warp >= kConsumerWarps : Role::kHelps) {
     if constexpr (Role::kIsNew) give_registers();
     if (warp == kConsumerWarps)
-      produce<M>(params, control, where, Slots{slots, full, empty}, barriers.round, barriers.chosen, lane);
+      produce<M>(params, control, where, ring, barriers.round, barriers.chosen, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       // Its address anew: the compiler spills it rather than keep it until here.
       report<M>(params, at_shared<Control>(kept_address(dynamic) + M::kRingBytes + M::kShControl), barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
-      watch<M>(where, params.fault, finished, full, empty, [&] { return missing_ranks<M>(params, where); });
+      watch<M>(where, params.fault, finished, ring.full, ring.empty, [&] { return missing_ranks<M>(params, where); });
     else if (warp == kConsumerWarps + 2)
       clean<M>(params, control, barriers.cleanable, barriers.cleaned, lane);
     then(KnownWarp<true>{});
   } else {
     if constexpr (Role::kIsNew) take_registers();
-    Context<M> cx{params, Shared<M>{fixed}, Ring<M>{slots, full, empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
+    Context<M> cx{params, Shared<M>{fixed}, Ring<M>{ring.base, ring.full, ring.empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
                control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen};
-    consume(cx, barriers);
+    consume(cx, barriers, all_barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});
   }

@@ -17,7 +17,8 @@
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
 //
 // Barriers over the grid, shared by all queries: none without top_k and top_p; otherwise one for each
-// digit of the slowest query (mostly 1 to 3; at most 9, or 17 with both top_k and top_p).
+// digit of the slowest query (mostly 1 to 3; at most 9, or 17 with both top_k and top_p). Exchanges of records:
+// one, and one more for filters; seldom another, where a bound leaves open which noise decides.
 //
 // Loops stay rolled, or the code would be several times as large and need more registers.
 #pragma once
@@ -46,7 +47,7 @@ enum SampleStatus : u32 { kSampled = 0, kBadLogits = 1 };
 struct SampleResult {
   u32 token;   // 0 where status is kBadLogits
   u32 status;  // SampleStatus
-  float best;  // the largest score; NaN or infinite where status is kBadLogits
+  float best;  // the largest score, with noise where nothing is filtered; NaN or infinite where status is kBadLogits
 };
 
 constexpr u32 kSampleDigitBits = 10;
@@ -106,6 +107,15 @@ struct SampleSearch {
   u32 stage;
 };
 
+// What a query's next exchange is about, the same in all blocks.
+enum SamplePass : u32 {
+  kFindLargest,    // score
+  kFindNoisy,      // score with noise, of all tokens
+  kFindNoisyKept,  // of those that filters keep
+  kFindCertain,    // of those whose noise bounds left open
+  kFound,
+};
+
 // Shared memory, 16-byte aligned, no initial value. `results` and `note` are the outcome.
 struct SampleShared {
   // Weights in two halves, since 32 bits are added at once: sums of kMostIds of them fit.
@@ -115,7 +125,7 @@ struct SampleShared {
   static constexpr u32 kMostIds = 1u << 15;
   struct Proposal {
     u64 choice;
-    u32 best;
+    u32 other;  // a key: of the largest score, or of the largest sum of a score and a bound that `choice` may hide
   };
   static constexpr u32 kMaskWords = sizeof(Bins) / 4;
   union {
@@ -124,6 +134,8 @@ struct SampleShared {
   };
   Proposal proposals[kMaxQueries][kConsumerThreads / 32];  // of the warps that serve a query
   SampleSearch search[kMaxQueries];
+  u32 pass[kMaxQueries];   // SamplePass
+  float sum[kMaxQueries];  // score and noise of the choice so far
   u32 note;
   SampleResult results[kMaxQueries];
 };
@@ -141,28 +153,34 @@ class TokenChoice {
                                          SampleShared& shared, SampleEpochs& epochs)
       : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), t(grid.thread()),
         lane(t % 32), warp(t / 32), team_bits(bits_of_team(args.queries)), row_begin(args.row_begin),
-        row_end(args.row_end) {}
+        row_end(args.row_end), filtered(queries_that([&](u32 c) { return has_filter(c); })),
+        adjusted(queries_that([&](u32 c) { return needs_adjusting(c); })) {}
 
   __device__ __forceinline__ void run() {
-    bool any_filter = false;
-#pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) any_filter |= has_filter(c);
     adjust();
-    // First the best of all tokens, then the choice among those that filters keep: a loop, for one copy of the code.
-    const u32 exchanges = any_filter ? 2 : 1;
+    bool is_first = true, is_bordered = false;
+    u32 open;
+    // A loop, for one copy of the code.
 #pragma unroll 1
-    for (u32 i = 0; i < exchanges; ++i) {
-      const bool is_filtered = i == 1;
-      if (is_filtered) find_borders();
+    do {
+      const auto pass_of = [&](u32 c) {
+        return !is_first ? shared.pass[c] : is_greedy(c) || is_filtered(c) ? kFindLargest : kFindNoisy;
+      };
+      if (!is_first && filtered && !is_bordered) {
+        find_borders();
+        is_bordered = true;
+      }
       for_own_queries([&](u32 c) {
-        if (is_filtered) propose(c, is_chosen_filtered(c) ? noisy_choice<true>(c) : Proposal{});
-        else propose(c, is_greedy(c) || has_filter(c) ? best_of(c) : noisy_choice<false>(c));
+        const u32 pass = pass_of(c);
+        if (pass == kFindLargest) propose(c, largest(c));
+        else if (pass == kFindNoisy) propose(c, noisy<false>(c));
+        else if (pass == kFindNoisyKept) propose(c, noisy<true>(c));
+        else if (pass == kFindCertain) propose(c, certain(c));
       });
-      exchange([&](u32 c, u32 best, u64 choice) {
-        if (!is_filtered) settle(c, exact::value_of_key(best), choice);
-        else if (is_chosen_filtered(c)) shared.results[c].token = id_of(choice);
-      });
-    }
+      exchange(pass_of);
+      is_first = false;
+      open = queries_that([&](u32 c) { return shared.pass[c] != kFound; });
+    } while (open);
   }
 
  private:
@@ -178,6 +196,7 @@ class TokenChoice {
   const u32 t, lane, warp;
   const u32 team_bits;  // log2 of the warps that serve a query together, a team
   const u32 row_begin, row_end;
+  const u32 filtered, adjusted;  // queries, a bit each
 
   static __device__ __forceinline__ u32 bits_of_team(u32 queries) {
     u32 bits = 0;
@@ -188,6 +207,14 @@ class TokenChoice {
 
   // Queries -------------------------------------------------------------------------------------
 
+  // Of which something holds, a bit each. By a warp, whose lanes look at one each.
+  template <class Holds>
+  __device__ __forceinline__ u32 queries_that(const Holds& holds) const {
+    static_assert(kMaxQueries <= 32, "a lane for each query");
+    return grid.warp_add(lane < args.queries && holds(lane) ? 1u << lane : 0);
+  }
+  __device__ __forceinline__ bool is_filtered(u32 c) const { return filtered >> c & 1; }
+  __device__ __forceinline__ bool is_adjusted(u32 c) const { return adjusted >> c & 1; }
   __device__ __forceinline__ bool is_greedy(u32 c) const { return args.params[c].flags & kSampleGreedy; }
   __device__ __forceinline__ bool has_filter(u32 c) const {
     const SampleParams& p = args.params[c];
@@ -196,7 +223,7 @@ class TokenChoice {
   __device__ __forceinline__ bool is_banned(u32 c) const {
     return args.steps[c].num_output < args.params[c].min_tokens && args.params[c].ban_count;
   }
-  __device__ __forceinline__ bool is_adjusted(u32 c) const {
+  __device__ __forceinline__ bool needs_adjusting(u32 c) const {
     const SampleParams& p = args.params[c];
     return (p.flags & kSamplePenalties) || p.bias_count || is_banned(c) || is_masked(c);
   }
@@ -211,18 +238,26 @@ class TokenChoice {
 #pragma unroll 1
     for (u32 c = warp >> team_bits; c < args.queries; c += kWarps >> team_bits) use(c);
   }
-  // By a query's team: this block's tokens, four neighbours to a lane, with their scores before temperature.
-  template <class Use>
+  // By a query's team: this block's tokens, four neighbours to a lane, with their scores before temperature. `kAtOnce`
+  // fours side by side hide what each waits for; the last ones may be no tokens of this block.
+  template <u32 kAtOnce = 1, class Use>
   __device__ __forceinline__ void for_own_quads(u32 c, const Use& use) const {
     const float* x = scores(c);
     const u32 end = (row_end + 3) / 4, stride = 32u << team_bits;
     u32 quad = row_begin / 4 + (t & (stride - 1));
-    Quad next = load_quad(x, quad);
+    Quad next[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) next[i] = load_quad(x, quad + i * stride);
 #pragma unroll 1
-    for (; quad < end; quad += stride) {
-      const Quad scores = next;
-      next = load_quad(x, quad + stride);  // it comes while these are used
-      use(quad, scores);
+    for (; quad < end; quad += kAtOnce * stride) {
+      Quad scores[kAtOnce];
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) {
+        scores[i] = next[i];
+        next[i] = load_quad(x, quad + (kAtOnce + i) * stride);  // it comes while these are used
+      }
+#pragma unroll
+      for (u32 i = 0; i < kAtOnce; ++i) use(quad + i * stride, scores[i]);
     }
   }
   // x / temperature of each; most often by 1, which takes no time.
@@ -262,10 +297,7 @@ class TokenChoice {
   // Masks, penalties, bias, ban --------------------------------------------------------------------------
 
   __device__ __forceinline__ void adjust() {
-    bool any = false;
-#pragma unroll 1
-    for (u32 c = 0; c < args.queries; ++c) any |= is_adjusted(c);
-    if (!any) return;
+    if (!adjusted) return;
 #pragma unroll 1
     for (u32 c = 0; c < args.queries; ++c) {
       if (!is_adjusted(c)) continue;
@@ -340,11 +372,12 @@ class TokenChoice {
   static __device__ __forceinline__ u64 candidate(float value, u32 id) {
     return static_cast<u64>(exact::order_key(value)) << 32 | ~id;
   }
+  static constexpr u32 kNan = ~0u;  // the key of a NaN, which is above everything
   static __device__ __forceinline__ u32 id_of(u64 candidate) { return ~static_cast<u32>(candidate); }
   static __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-  // Of a lane's tokens the one with the best score.
-  __device__ __forceinline__ Proposal best_of(u32 c) const {
+  // Of a lane's tokens the one with the largest score.
+  __device__ __forceinline__ Proposal largest(u32 c) const {
     const float temperature = is_greedy(c) ? 1.0f : args.params[c].temperature;
     u64 choice = 0;
     for_own_quads(c, [&](u32 quad, const Quad& scores) {
@@ -379,8 +412,8 @@ class TokenChoice {
     return {p.seed_low, p.seed_high, step.position_low, step.position_high};
   }
   // By how much bounds, and the sums that they are compared with, may be off: far more than they are.
-  static __device__ __forceinline__ float slack(float sum) {
-    return 1e-3f + fabsf(sum) * 1e-6f;
+  static __device__ __forceinline__ bool comes_near(float bound, float sum) {
+    return !(bound + (1e-3f + fabsf(bound) * 1e-6f) < sum);
   }
 
   // The tokens among which noise decides.
@@ -388,29 +421,30 @@ class TokenChoice {
     SampleSearch search;
     u64 least_weight;
   };
-  template <bool kIsFiltered>
-  __device__ __forceinline__ bool stays(u32 c, const Kept& kept, u32 id, float score) const {
-    if (!kIsFiltered) return is_own(id);
+  __device__ __forceinline__ Kept kept_of(u32 c) const {
+    return {shared.search[c],
+            static_cast<u64>(args.params[c].min_p_steps) << (sampling::kWeightBits - sampling::kFractionBits)};
+  }
+  __device__ __forceinline__ bool stays(bool is_filtered, u32 c, const Kept& kept, u32 id, float score) const {
+    if (!is_filtered) return is_own(id);
     const float g = exact::sub(score, shared.results[c].best);
     return is_own(id) && is_kept(rank_key(g, id), kept.search) &&
            (!kept.least_weight || exact::integer_weight(g) >= kept.least_weight);
   }
-  // Of a lane's tokens the best score and, among those that are kept, the choice. A bound of each sum of score and
-  // noise takes a tenth of the time of the sum. So a lane computes the sum of the token whose bound is highest, and
-  // those of all its tokens only if the second highest bound might hide a better one than the warp has.
+  // Of a lane's tokens the one whose sum of score and bound is highest, with the score and noise that it has; and the second
+  // highest sum with a bound. A bound takes a tenth of the time of noise. The choice of all blocks stands if no
+  // other sum with a bound comes near it.
   template <bool kIsFiltered>
-  __device__ __forceinline__ Proposal noisy_choice(u32 c) const {
+  __device__ __forceinline__ Proposal noisy(u32 c) const {
     const float temperature = args.params[c].temperature;
     const Noise noise = noise_of(c);
     Kept kept{};
-    if constexpr (kIsFiltered)
-      kept = {shared.search[c],
-              static_cast<u64>(args.params[c].min_p_steps) << (sampling::kWeightBits - sampling::kFractionBits)};
+    if constexpr (kIsFiltered) kept = kept_of(c);
     const float none = __uint_as_float(0xFF800000u);
-    float highest = none, second = none, score_of_highest = 0.0f, best = none;
+    float highest = none, second = none, score_of_highest = 0.0f;
     u32 id_of_highest = 0, word_of_highest = 0;
     bool is_nan = false;
-    for_own_quads(c, [&](u32 quad, Quad scores) {
+    for_own_quads<kIsFiltered ? 1 : 2>(c, [&](u32 quad, Quad scores) {
       const exact::Words words = noise.words(quad);
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) scores.x[k] = scaled(scores.x[k], temperature);
@@ -418,10 +452,9 @@ class TokenChoice {
 #pragma unroll(kIsFiltered ? 1 : 4)
       for (u32 k = 0; k < 4; ++k) {
         const u32 id = 4 * quad + k, word = Noise::word(words, k);
-        const bool counts = stays<kIsFiltered>(c, kept, id, scores.get(k));
+        const bool counts = stays(kIsFiltered, c, kept, id, scores.get(k));
         const float score = counts ? scores.get(k) : none, bound = score + Noise::bound(word);
         is_nan = is_nan || score != score;
-        best = fmaxf(best, score);
         const bool is_highest = bound > highest;
         second = fmaxf(second, is_highest ? highest : bound);
         highest = is_highest ? bound : highest;
@@ -431,46 +464,55 @@ class TokenChoice {
       }
     });
     const float sum = exact::add(score_of_highest, exact::gumbel_of_word(word_of_highest));
-    u64 choice = highest > none ? candidate(sum, id_of_highest) : 0;
-    const float of_warp = exact::value_of_key(static_cast<u32>(warp_max(choice) >> 32));
-    if (grid.warp_max(second > none && !(second + slack(second) < of_warp)))
-      for_own_quads(c, [&](u32 quad, const Quad& scores) {
-        const exact::Words words = noise.words(quad);
+    return {highest > none ? candidate(sum, id_of_highest) : 0, is_nan ? kNan : exact::order_key(second)};
+  }
+  // Of a lane's tokens whose sum with a bound comes near the choice so far, the one with the largest sum with its noise.
+  __device__ __forceinline__ Proposal certain(u32 c) const {
+    const float temperature = args.params[c].temperature, least = shared.sum[c];
+    const Noise noise = noise_of(c);
+    const Kept kept = kept_of(c);
+    u64 choice = 0;
+    for_own_quads(c, [&](u32 quad, const Quad& scores) {
+      const exact::Words words = noise.words(quad);
 #pragma unroll 1
-        for (u32 k = 0; k < 4; ++k) {
-          const float score = scaled(scores.get(k), temperature);
-          if (!stays<kIsFiltered>(c, kept, 4 * quad + k, score)) continue;
-          const float noisy = exact::add(score, exact::gumbel_of_word(Noise::word(words, k)));
-          choice = larger(choice, candidate(noisy, 4 * quad + k));
-        }
-      });
-    return {choice, is_nan ? ~0u : exact::order_key(best)};  // a NaN is above everything
+      for (u32 k = 0; k < 4; ++k) {
+        const u32 id = 4 * quad + k, word = Noise::word(words, k);
+        const float score = scaled(scores.get(k), temperature);
+        if (!stays(is_filtered(c), c, kept, id, score) || !comes_near(score + Noise::bound(word), least)) continue;
+        choice = larger(choice, candidate(exact::add(score, exact::gumbel_of_word(word)), id));
+      }
+    });
+    return {choice, 0};
   }
   // A lane's proposal; the warp's is kept for `exchange`.
   __device__ __forceinline__ void propose(u32 c, Proposal own) {
-    own.best = grid.warp_max(own.best);
+    own.other = grid.warp_max(own.other);
     own.choice = warp_max(own.choice);
     if (lane == 0) shared.proposals[c][warp & ((1u << team_bits) - 1)] = own;
   }
 
-  // Every block's proposals to all blocks, each with its own flag; one lane settles a query. Ends with a barrier.
-  template <class Settle>
-  __device__ __forceinline__ void exchange(const Settle& settle) {
+  // Every block's proposals to all blocks, each with its own flag, of the queries that are not found; one lane settles
+  // a query. Ends with a barrier.
+  template <class PassOf>
+  __device__ __forceinline__ void exchange(const PassOf& pass_of) {
     constexpr u32 kEach = (kNumBlocks + 31) / 32;
     const u32 flag = ++epochs.exchanges << 1;
     auto& records = scratch.records[epochs.exchanges & 1];
     grid.block_sync();
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps) {
+      if (pass_of(c) == kFound) continue;
       const Proposal own = lane < 1u << team_bits ? shared.proposals[c][lane] : Proposal{};
-      const u32 best = grid.warp_max(own.best);
+      const u32 other = grid.warp_max(own.other);
       const u64 choice = warp_max(own.choice);
       if (lane == 0)
-        store_exchanged(&records[c][grid.block()], make_uint4(best, static_cast<u32>(choice),
+        store_exchanged(&records[c][grid.block()], make_uint4(other, static_cast<u32>(choice),
                                                               static_cast<u32>(choice >> 32), flag | args.note));
     }
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps) {
+      const u32 pass = pass_of(c);
+      if (pass == kFound) continue;
       uint4 record[kEach] = {};
       bool ready;
       do {
@@ -484,23 +526,37 @@ class TokenChoice {
         }
       } while (!ready);
       grid.acquire();
-      u32 best = 0;
+      u32 other = 0;
       u64 choice = 0;
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i) {
-        best = best > record[i].x ? best : record[i].x;
+        other = other > record[i].x ? other : record[i].x;
         choice = larger(choice, static_cast<u64>(record[i].z) << 32 | record[i].y);
       }
-      best = grid.warp_max(best);
+      other = grid.warp_max(other);
       choice = warp_max(choice);
-      if (lane == 0) settle(c, best, choice);
-      if (lane == 0 && c == 0) shared.note = record[0].w & 1;
+      if (lane == 0) settle(c, pass, other, choice);
+      if (lane == 0 && c == 0 && pass <= kFindNoisy) shared.note = record[0].w & 1;
     }
     grid.block_sync();
   }
-  __device__ __forceinline__ void settle(u32 c, float best, u64 choice) {
-    const bool fine = exact::is_finite(best);
-    shared.results[c] = {fine ? id_of(choice) : 0, fine ? kSampled : kBadLogits, best};
+  // The outcome of a pass, and which one follows.
+  __device__ __forceinline__ void settle(u32 c, u32 pass, u32 other, u64 choice) {
+    SampleResult& result = shared.results[c];
+    const float value = choice ? exact::value_of_key(static_cast<u32>(choice >> 32)) : __uint_as_float(0xFF800000u);
+    u32 next = kFound;
+    if (pass <= kFindNoisy) {
+      const float best = other == kNan ? exact::value_of_key(kNan) : value;
+      const bool is_fine = exact::is_finite(best);
+      result = {is_fine ? id_of(choice) : 0, is_fine ? kSampled : kBadLogits, best};
+      if (is_fine && is_filtered(c)) next = kFindNoisyKept;
+      else if (is_fine && pass == kFindNoisy && comes_near(exact::value_of_key(other), value)) next = kFindCertain;
+    } else {
+      result.token = id_of(choice);
+      if (pass == kFindNoisyKept && comes_near(exact::value_of_key(other), value)) next = kFindCertain;
+    }
+    shared.sum[c] = value;
+    shared.pass[c] = next;
   }
 
   // Filters ---------------------------------------------------------------------------------------
@@ -555,7 +611,7 @@ class TokenChoice {
   }
 
   __device__ __forceinline__ bool is_chosen_filtered(u32 c) const {
-    return has_filter(c) && shared.results[c].status == kSampled;
+    return is_filtered(c) && shared.results[c].status == kSampled;
   }
   __device__ __forceinline__ void find_borders() {
     if (t < args.queries) {
