@@ -411,7 +411,7 @@ class TokenChoice {
     const SampleStep& step = args.steps[c];
     return {p.seed_low, p.seed_high, step.position_low, step.position_high};
   }
-  // By how much bounds, and the sums that they are compared with, may be off: far more than they are.
+  // Whether a sum with a bound may hide one that is no less than `sum`: both may be off, by far less than is allowed here.
   static __device__ __forceinline__ bool comes_near(float bound, float sum) {
     return !(bound + (1e-3f + fabsf(bound) * 1e-6f) < sum);
   }
