@@ -116,7 +116,7 @@ class _Alone:
         self.load(self._variant, _TRACED_ROUND)
         self._token_us(context, _TRACED_ROUND + 2)
         sums: dict[str, int] = {}
-        blocks = [block_times(words) for words in self._decoder.trace.tolist()]
+        blocks = [block_times(self.plan, words) for words in self._decoder.trace.tolist()]
         for block in blocks:
             between = zip(spans(self.plan), pairwise(block.marks_ns), strict=True)
             for span, (start, end) in between:

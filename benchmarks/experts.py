@@ -112,7 +112,7 @@ def _tell_trace(model: KernelModel, context: int, leaves_out: str) -> None:
     decoder = model.decoder
     decoder.load(Build(trace_round=_TRACED_ROUND, ablation=ABLATIONS[leaves_out]))
     decoder.run([Query(0, context, [_FIRST_TOKEN])], _TRACED_ROUND + 2)
-    blocks = [block_times(row) for row in decoder.trace.tolist()]
+    blocks = [block_times(model.plan, row) for row in decoder.trace.tolist()]
     # A router waits twice: for activations, and for the logits of other blocks.
     parts, seen = [], Counter[tuple[int | None, str]]()
     for span in spans(model.plan):

@@ -27,8 +27,9 @@ from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
+from soloist.megakernel.trace import chosen_experts
 from soloist.model.checkpoint import open_checkpoint
-from soloist.model.config import ModelConfig
+from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.quantized import AT_LOAD
@@ -167,6 +168,30 @@ def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None
     both = model.ranks.run([Query(0, 0, ids), Query(1, 0, ids)], 100)
     assert [round_[0] for round_ in both] == [round_[0] for round_ in tokens[0]]
     assert [round_[1] for round_ in both] == [round_[0] for round_ in tokens[0]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["softmax", "corrected sigmoids", "some layers dense"])
+def test_a_traced_round_tells_how_many_experts_were_chosen(name: str, ranks: int) -> None:
+    config = MIXTURES[name]
+    model, _ = spread(config, ranks)
+    routers = [layer.mlp.router for layer in config.layers if isinstance(layer.mlp, Mixture)]
+    alone = [router.num_chosen for router in routers]
+    ids = prompt(config, 96)
+    for decoder in model.decoders:
+        decoder.load(Build(trace_round=10))
+
+    def chosen(*queries: Query) -> list[int]:
+        model.ranks.run(list(queries), 12)
+        told = [chosen_experts(model.plan, row) for d in model.decoders for row in d.trace.tolist()]
+        assert told[1:] == told[:-1], "blocks and ranks disagree"
+        return told[0]
+
+    assert chosen(Query(0, 0, ids)) == alone
+    assert chosen(Query(0, 0, ids), Query(1, 0, ids)) == alone, "they choose the same ones"
+    eight = chosen(*[Query(0, c, ids[c::8], stride=8) for c in range(8)])
+    for count, router in zip(eight, routers, strict=True):
+        assert router.num_chosen < count <= min(router.num_experts, 8 * router.num_chosen)
 
 
 @EARLY_OR_NOT

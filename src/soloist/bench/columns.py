@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 
 from soloist.bench.contender import Run, gaps_s
 from soloist.bench.params import fixed_params
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
+from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
+from soloist.megakernel.trace import chosen_experts
 from soloist.sampling.adjust import TokenCounts
 
 
@@ -57,3 +60,26 @@ def run_columns(
         times.append(time.perf_counter())
         made += tokens
     return Run(ttft_s, times[-1] - times[0], tuple(made), gaps_s(times))
+
+
+def experts_of_columns(
+    model: KernelModel,
+    prompts: Sequence[list[int]],
+    columns: int,
+    start: int,
+    new_tokens: int,
+    temperature: float = 0.0,
+) -> float | None:
+    """Experts that all columns of a step together choose in a layer; None where there are none.
+
+    Mean over the layers, of the middle one of the steps that `run_columns` makes.
+    """
+    if not model.plan.has_experts:
+        return None
+    middle = new_tokens // 2
+    model.decoder.load(Build(trace_round=middle))
+    try:
+        run_columns(model, prompts, columns, start, middle + 2, temperature)
+        return round(fmean(chosen_experts(model.plan, model.decoder.trace[0].tolist())), 2)
+    finally:
+        model.decoder.load(Build())

@@ -16,7 +16,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
-from soloist.bench.columns import run_columns
+from soloist.bench.columns import experts_of_columns, run_columns
 from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
 from soloist.bench.params import fixed_params
@@ -146,6 +146,12 @@ class Columns:
             self._model, [prompt_ids], self._columns, start, new_tokens, self._temperature
         )
 
+    def chosen_experts(self, prompt_ids: list[int], new_tokens: int) -> float | None:
+        """See `DecodeRow`."""
+        return experts_of_columns(
+            self._model, [prompt_ids], self._columns, len(prompt_ids), new_tokens, self._temperature
+        )
+
 
 def measure(plan: Plan) -> list[rows.DecodeRow]:
     """Measure every contender; the first row is Soloist's, of the first model.
@@ -187,8 +193,13 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             _row(plan, one, contender, runs, bandwidth, watch.clocks),
             others_cores=others.cores,
             busy_processes=plan.num_busy,
+            chosen_experts=(
+                contender.chosen_experts(prompt_ids, plan.new_tokens)
+                if isinstance(contender, Columns)
+                else None
+            ),
         )
-        for one, _, contender, runs in results
+        for one, prompt_ids, contender, runs in results
     ]
 
 

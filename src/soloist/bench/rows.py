@@ -133,6 +133,9 @@ class DecodeRow:
             it, and the answer otherwise. Empty for a module of Python's library.
         temperature: of sampling, with seed 0; 0 is greedy.
         kv: format of the KV cache, 'int8', 'fp8' or 'int4'; empty where it is `precision`.
+        chosen_experts: of a mixture, experts that all columns of a step choose in a layer, mean
+            over the layers of the middle step, in a run that is not timed; None where there are
+            none, or nobody counted. Older files lack this field.
     """
 
     engine: str
@@ -171,6 +174,7 @@ class DecodeRow:
     kv: str = ""
     accepted: float | None = None
     text: str = ""
+    chosen_experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

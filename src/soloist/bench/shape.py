@@ -15,7 +15,7 @@ import torch
 from soloist.bench import record, rows
 from soloist.bench.caches import Flush, gpu_uuid
 from soloist.bench.clocks import watching
-from soloist.bench.columns import run_columns
+from soloist.bench.columns import experts_of_columns, run_columns
 from soloist.bench.contender import Run, gaps_s
 from soloist.bench.decode import token_ms
 from soloist.bench.others import others_counted
@@ -152,6 +152,11 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
                 flush()
             runs.append(run())
     row = _row(plan, shape, placed, runs[1:], bandwidth, shape.streamed_bytes(model))
+    chosen = None
+    if isinstance(model, KernelModel) and plan.all_columns > 1:
+        chosen = experts_of_columns(
+            model, prompts, plan.columns, plan.start, plan.new_tokens, plan.temperature
+        )
     return [
         replace(
             row,
@@ -161,6 +166,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
             busy_processes=plan.num_busy,
             weights=shape.label(model),
             kv=shape.kv_label,
+            chosen_experts=chosen,
         )
     ]
 

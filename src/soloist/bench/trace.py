@@ -165,7 +165,7 @@ def _traced(
     decoder = subject.model.decoder
     decoder.load(Build(trace_round=at_round, ablation=ABLATIONS[leaves_out]))
     decoder.run([Query(0, subject.start, tokens)], at_round + 2)
-    return [block_times(row) for row in decoder.trace.tolist()]
+    return [block_times(subject.model.plan, row) for row in decoder.trace.tolist()]
 
 
 def ablate(plan: Plan) -> Ablations:

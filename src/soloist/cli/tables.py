@@ -109,6 +109,10 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     for row in rows:
         if row.token_ms is not None:
             print(f"{row.engine}: a token every {percentiles(row.token_ms)} ms (50, 90, 99 %)")
+        if row.chosen_experts is not None:
+            print(
+                f"{row.engine}: a step's columns chose {row.chosen_experts:.1f} experts of a layer"
+            )
     show_clocks(first.clocks)
 
 

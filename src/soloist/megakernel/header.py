@@ -33,6 +33,7 @@ from soloist.megakernel.tile import (
     STEP_COLUMNS,
     tile_places,
 )
+from soloist.megakernel.trace import num_time_words
 from soloist.megakernel.trace import num_words as num_trace_words
 from soloist.megakernel.weight_format import READERS
 from soloist.model.dtype import Dtype
@@ -599,6 +600,7 @@ def _experts(plan: Plan) -> dict[str, Value]:
         constants["kMostLogits"] = max(experts.num_logits for experts in kinds)
         constants["kHasSharedMlp"] = any("shared.down" in k.operations for k in plan.image.kinds)
         constants["kGatesShared"] = plan.shared.gates_shared
+        constants["kTraceChosen"] = num_time_words(plan)
     return constants
 
 

@@ -1,7 +1,8 @@
 """Time stamps that the kernel takes in a traced round: what each of them ends, and when it was.
 
 A block's part of the trace is two clocks at the start (the GPU's, in ns; its SM's, in cycles), its
-marks in cycles, the two clocks again, and the number of its SM.
+marks in cycles, the two clocks again, and the number of its SM. Of a model with experts the number
+of those that the round's queries chose follows, for each layer; 0 where it has none.
 """
 
 from collections.abc import Sequence
@@ -74,16 +75,31 @@ def spans(plan: Plan) -> list[Span]:
 
 def num_words(plan: Plan) -> int:
     """64-bit words of one block's trace."""
+    return num_time_words(plan) + (plan.model.num_layers if plan.has_experts else 0)
+
+
+def num_time_words(plan: Plan) -> int:
+    """Those of them that are clocks, marks and the SM."""
     return _CLOCKS + len(mark_names(plan)) + _CLOCKS + 1
 
 
-def block_times(words: Sequence[int]) -> BlockTimes:
+def chosen_experts(plan: Plan, words: Sequence[int]) -> list[int]:
+    """How many experts the queries of the traced round chose, for each layer that has some.
+
+    Args:
+        plan: of the kernel.
+        words: one block's trace; all blocks say the same.
+    """
+    return [count for count in words[num_time_words(plan) : num_words(plan)] if count]
+
+
+def block_times(plan: Plan, words: Sequence[int]) -> BlockTimes:
     """The marks of one block's trace, brought to the GPU's clock.
 
     Raises:
         ValueError: the words are not those of a traced round.
     """
-    start_ns, start_cycles, *marks, end_ns, end_cycles, sm = words
+    start_ns, start_cycles, *marks, end_ns, end_cycles, sm = words[: num_time_words(plan)]
     if not start_ns < end_ns or not start_cycles < end_cycles:
         raise ValueError("the round was not traced")
     ns_per_cycle = (end_ns - start_ns) / (end_cycles - start_cycles)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plan.shapes import SMALL
+from plan.shapes import MIXTURE, SMALL
 from soloist.bench.picture import picture
 from soloist.bench.shares import shares, traffic
 from soloist.bench.timeline import About, Timeline, read, timeline, times_by_phase, write
@@ -16,8 +16,16 @@ from soloist.cli import tracing
 from soloist.errors import SettingError, UserError
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.trace import block_times, mark_names, num_words, spans
+from soloist.megakernel.trace import (
+    block_times,
+    chosen_experts,
+    mark_names,
+    num_time_words,
+    num_words,
+    spans,
+)
 from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 
 PLAN = make_plan(SMALL, Dtype.BF16, TYPICAL["sm_90a"])
 START_NS = 1_763_700_000_123_456_768  # a real clock: more digits than a float has
@@ -45,7 +53,7 @@ def words(block: int, ghz: float = 2.0) -> list[int]:
 
 
 def made(num_blocks: int = 3) -> Timeline:
-    blocks = [block_times(words(b, ghz=1.5 + 0.25 * b)) for b in range(num_blocks)]
+    blocks = [block_times(PLAN, words(b, ghz=1.5 + 0.25 * b)) for b in range(num_blocks)]
     return timeline(blocks, spans(PLAN), ABOUT)
 
 
@@ -58,7 +66,7 @@ def test_words_are_as_many_as_the_kernel_writes() -> None:
 
 def test_blocks_come_to_one_clock() -> None:
     for block, ghz in enumerate((1.5, 1.75, 1.98)):
-        times = block_times(words(block, ghz))
+        times = block_times(PLAN, words(block, ghz))
         assert times.sm == 7 * block
         assert times.marks_ns[0] == pytest.approx(START_NS + 50 + 100 * block, abs=1)
         lengths = [b - a for a, b in pairwise(times.marks_ns)]
@@ -67,7 +75,20 @@ def test_blocks_come_to_one_clock() -> None:
 
 def test_a_round_that_was_not_traced_is_noticed() -> None:
     with pytest.raises(ValueError, match="not traced"):
-        block_times([0] * num_words(PLAN))
+        block_times(PLAN, [0] * num_words(PLAN))
+
+
+def test_a_mixtures_trace_ends_with_the_experts_of_each_layer() -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    layers = plan.model.num_layers
+    assert num_words(plan) == num_time_words(plan) + layers
+    assert num_words(PLAN) == num_time_words(PLAN)
+    marks = len(mark_names(plan))
+    told = [100, 200, *range(1000, 1000 + marks), 300, 400, 5, 0, *range(7, 6 + layers)]
+    assert chosen_experts(plan, told) == [*range(7, 6 + layers)], "the first layer has none"
+    times = block_times(plan, told)
+    assert (times.sm, len(times.marks_ns)) == (5, marks)
+    assert chosen_experts(PLAN, [0] * num_words(PLAN)) == []
 
 
 def test_slices_have_no_gaps_and_start_with_the_first_block() -> None:

@@ -216,6 +216,7 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
   cx.begin(Phase::kGateUp);
   cx.let_clean(cx.layers_done + cx.round - 1);
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  cx.tell_chosen(layer, slots.count);
   const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
   u8* now = gated_operand<L>(cx, cx.layers_done);
   const GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));

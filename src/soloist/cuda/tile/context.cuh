@@ -146,6 +146,10 @@ struct Context {
   __device__ __forceinline__ void mark_sm() {
     if (kTrace && thread == 0 && marks) *marks++ = sm_id();
   }
+  // How many experts the queries of the traced round chose in a layer.
+  __device__ __forceinline__ void tell_chosen(u32 layer, u32 count) const {
+    if (kTrace && thread == 0 && marks) params.trace[blockIdx.x * kTraceWords + M::kTraceChosen + layer] = count;
+  }
   __device__ __forceinline__ void sync() const { sync_consumers(); }
   // Of all lanes here.
   __device__ __forceinline__ u32 grid_block() const { return M::kLanesHere == 1 ? block : blockIdx.x; }
