@@ -4,7 +4,9 @@ Up to some hundred tokens launching takes longer than computing, and where we ha
 our own a full first chunk has the faster one that is slow to set up.
 """
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,17 +36,23 @@ class Graphs:
         return chunk.num_rows in self._like(chunk)
 
     def record(self, chunk: Chunk, parts: Iterator[None]) -> None:
-        """Record a pass that has run once, a graph for each of its parts."""
+        """Record a pass that has run once, a graph for each of its parts.
+
+        Nothing else that happens in the process ends the recording: other threads may allocate and
+        free GPU memory (`thread_local`), and this one collects no garbage.
+        """
         torch.cuda.synchronize(self._device)
         graphs: list[torch.cuda.CUDAGraph] = []
         memory = next((some[0].pool() for some in self._all()), None)
         is_over = False
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _garbage_kept():
             if self._recorder is None:
                 self._recorder = own_stream(self, self._device)
             while not is_over:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory, stream=self._recorder):
+                with torch.cuda.graph(
+                    graph, memory, self._recorder, capture_error_mode="thread_local"
+                ):
                     is_over = next(parts, True) is not None
                 graphs.append(graph)
                 memory = graph.pool()
@@ -68,3 +76,19 @@ class Graphs:
     def _all(self) -> Iterator[list[torch.cuda.CUDAGraph]]:
         yield from self.by_rows.values()
         yield from self.of_short_prompts.values()
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Collect no garbage meanwhile.
+
+    An engine that is gone is garbage with cycles. It frees its GPU memory whenever the collector
+    finds it, and CUDA forbids that in a thread that is recording.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
