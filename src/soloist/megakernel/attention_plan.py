@@ -68,13 +68,20 @@ class AttentionPlan:
 
     @property
     def warp_tiles(self) -> int:
-        """Tiles of rows that one warp takes: as many as its registers hold."""
+        """Tiles of rows that one warp takes."""
         return min(self.row_tiles, self._most_warp_tiles)
 
     @property
     def _most_warp_tiles(self) -> int:
-        paired = self.gpu.architecture.tuning.paired_warp_tiles
-        return paired if self.shape.head_dim <= 64 else 1
+        """As many as its registers hold.
+
+        Two of larger heads leave none for other phases, which are parked meanwhile. It pays where
+        keys and values are codes: each warp that shares a half page takes them to numbers again.
+        """
+        tuning = self.gpu.architecture.tuning
+        has_codes = not self.kv.format.is_plain and not self.has_wide_queries
+        most_dim = tuning.coded_paired_dim if has_codes else 64
+        return tuning.paired_warp_tiles if self.shape.head_dim <= most_dim else 1
 
     @property
     def softmax_lanes(self) -> int:
@@ -110,4 +117,9 @@ class AttentionPlan:
     @property
     def page_slot(self) -> bool:
         """A ring slot takes both half pages of a page, not one."""
-        return 2 * PAGE_HALVES * self.kv.half_page_bytes <= SLOT_BYTES
+        return self.page_bytes <= SLOT_BYTES + SLOT_BYTES // 32
+
+    @property
+    def page_bytes(self) -> int:
+        """Keys and values of a page of one head."""
+        return 2 * PAGE_HALVES * self.kv.half_page_bytes

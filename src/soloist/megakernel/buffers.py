@@ -307,7 +307,8 @@ class SharedMemory:
 
         What lies behind the ring is as aligned as its slots.
         """
-        most = max(SLOT_BYTES, *(op.slot_bytes for op in self.operations))
+        pages = self.attention.page_bytes if self.attention.page_slot else 0
+        most = max(SLOT_BYTES, pages, *(op.slot_bytes for op in self.operations))
         return -(-most // ALIGNMENT) * ALIGNMENT
 
     @property

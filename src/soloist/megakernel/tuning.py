@@ -65,6 +65,7 @@ class Tuning:
         chunk_pages: pages that go to the same split: fewer partial results to merge.
         max_splits: blocks that share the cache of one KV head, at most.
         paired_warp_tiles: of attention's rows, that a warp takes where heads have up to 64 values.
+        coded_paired_dim: up to so many values where keys and values are codes.
         routes_early: routers multiply what attention gives, beside attention_output, by a product
             of both matrices, so that experts stream one exchange earlier. On one GPU only.
     """
@@ -101,13 +102,16 @@ class Tuning:
     chunk_pages: int = 2
     max_splits: int = 64
     paired_warp_tiles: int = 2
+    coded_paired_dim: int = 128
     routes_early: bool = True
 
 
 HOPPER = Tuning()
 # Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
 # registers.
-NEWER = replace(HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1)
+NEWER = replace(
+    HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1, coded_paired_dim=64
+)
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
 # The compiler spills nothing of quantised matrices then; on sm_80 it does in any case.

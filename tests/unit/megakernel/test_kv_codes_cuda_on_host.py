@@ -89,6 +89,11 @@ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     c[i] = static_cast<float>(sum);
   }
 }
+template <class... T> void mma_from_zero(float (&d)[4], T... operands) {
+  for (float& sum : d) sum = 0.0f;
+  mma(d, operands...);
+}
+inline u32 any_register() { return 0x7FC0FF80; }  // not a number beside an infinity
 """
 
 CONTEXT = r"""

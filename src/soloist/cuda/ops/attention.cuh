@@ -65,13 +65,13 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
       attend_group(cx, layer, own, stored, g, work, rows, merging);
       own &= own - 1;
       if (!own) break;
-      if constexpr (!kMovesRegisters) groups = grouped();
+      if constexpr (kParks<M>) groups = grouped();
       g = groups.at(cx.shared.control(), __ffs(own) - 1);
       work = GroupWork<M>(cx, g, layer);
       rows = GroupRows<M>(cx, g);
     }
     cx.mark();
-    if constexpr (!kMovesRegisters) cx.forget_addresses();
+    if constexpr (kParks<M>) cx.forget_addresses();
     store_fresh(cx, layer, own_head(cx), stored);
     cx.mark();
   } else {

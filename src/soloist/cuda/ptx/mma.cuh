@@ -18,7 +18,27 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
   }
 }
 
-// The same of integers of 8 bits, m16n8k32: those of `a` and of `b` signed or not; d = a b + c.
+// Without earlier sums: nobody has to put zeros there.
+template <bool kOfBf16 = kBf16>
+__device__ __forceinline__ void mma_from_zero(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#define SOLOIST_MMA(type)                                                                                           \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, " \
+               "{%10,%10,%10,%10};"                                                                                 \
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                     \
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f))
+  if constexpr (kOfBf16) SOLOIST_MMA("bf16");
+  else SOLOIST_MMA("f16");
+#undef SOLOIST_MMA
+}
+
+// An operand that nobody looks at the results of: whatever its register holds.
+__device__ __forceinline__ u32 any_register() {
+  u32 x;
+  asm volatile("" : "=r"(x));
+  return x;
+}
+
+// Of integers of 8 bits, m16n8k32: those of `a` and of `b` signed or not; d = a b + c.
 template <bool kSigned, bool kSignedB = true>
 __device__ __forceinline__ void mma(i32 (&d)[4], uint4 a, u32 b0, u32 b1, const i32 (&c)[4]) {
 #define SOLOIST_MMA(types)                                                                                                 \

@@ -66,14 +66,14 @@ __device__ __forceinline__ Parked<M>& parked(const Context<M>& cx) {
 template <class M>
 __device__ __forceinline__ void park(const Context<M>& cx, u32 layer, u32 own, u32 stored, u32 gathered, const QueryGroup& g,
                                      const GroupWork<M>& work) {
-  if constexpr (!kMovesRegisters) {
+  if constexpr (kParks<M>) {
     parked(cx) = Parked<M>{cx.round, layer, cx.layers_done, cx.queries, cx.reductions, own, stored, gathered, cx.scale, g, work};
     __syncwarp();
   }
 }
 template <class M>
 __device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32& stored, u32& gathered, QueryGroup& g) {
-  if constexpr (!kMovesRegisters) {
+  if constexpr (kParks<M>) {
     const Parked<M>& p = parked(cx);
     cx.round = p.round;
     layer = p.layer;
@@ -94,8 +94,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
                                              const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
   if (known.end == 0 && merging.count == 0) return;
   park(cx, layer, own, stored, merging.count, group, known);
-  const QueryGroup& g = kMovesRegisters ? group : parked(cx).group;
-  const GroupWork<M>& work = kMovesRegisters ? known : parked(cx).work;
+  const QueryGroup& g = kParks<M> ? parked(cx).group : group;
+  const GroupWork<M>& work = kParks<M> ? parked(cx).work : known;
   const u32 q_rows = shared_address(cx.shared.q_rows()) + rows.first / 16 * (M::kHeadDim / 32) * 1024 + cx.lane * 16;
   const i32 window = M::kWindow[layer];
   QueryRows<M> query;

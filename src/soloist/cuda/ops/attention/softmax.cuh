@@ -45,6 +45,10 @@ __device__ __forceinline__ uint4 lower_rows(const uint4& tile, bool upper) {
 // A tile of the upper half of one and the lower half of the next.
 __device__ __forceinline__ uint4 middle_rows(const uint4& tile, const uint4& next) { return make_uint4(tile.y, next.x, tile.w, next.z); }
 
+// Threads have too few registers for the running softmaxes beside what the other phases keep.
+template <class M>
+inline constexpr bool kParks = !kMovesRegisters || M::kWarpTiles * kSetDim<M> > 128;
+
 // One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
 // once.
 inline constexpr u32 kValuesAtOnce = 8;
@@ -118,10 +122,7 @@ template <class M>
 struct StepScores<M, true> {
   float sums[4][4];
 
-  __device__ __forceinline__ explicit StepScores(const float (&)[4][4]) {
-#pragma unroll
-    for (u32 t = 0; t < 4; ++t) sums[t][0] = sums[t][1] = sums[t][2] = sums[t][3] = 0.0f;
-  }
+  __device__ __forceinline__ explicit StepScores(const float (&)[4][4]) {}
   // `of_lane`: the scales of step 0 that the lane needs.
   template <u32 kHalves>
   __device__ __forceinline__ void add_to(float (&score)[4][4], u32 of_lane, u32 step) const {
@@ -182,7 +183,9 @@ struct Softmax {
         }
         StepScores<M> step(score[m]);
 #pragma unroll
-        for (u32 t = 0; t < 4; ++t) mma(step.sums[t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
+        for (u32 t = 0; t < 4; ++t)
+          if constexpr (kScalesByStep<M>) mma_from_zero(step.sums[t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
+          else mma(step.sums[t], low.x, low.y, low.z, low.w, x[t].x, x[t].y);
 #pragma unroll
         for (u32 t = 0; t < 4; ++t) mma(step.sums[t], high.x, high.y, high.z, high.w, x[t].z, x[t].w);
         step.template add_to<kHalves>(score[m], scales.keys + q * 16, k);
@@ -195,13 +198,13 @@ struct Softmax {
     for (u32 n = 0; n < kSetDim<M> / 8; n += 4) {
       Values<M, 4> of_step;
       of_step.load(values, n, g, q);
-      if constexpr (kHasCodes<M>)
-        if (kScalesByStep<M> || n == 0) share<kTiles, kHalves>(score, weight, scales.values + n / 4 * kHalfPagePositions * 2 + q * 16);
       uint4 v[4];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) v[i] = of_step.operand(i);
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
+        if constexpr (kHasCodes<M>)
+          if (kScalesByStep<M> || n == 0) share<kHalves>(score[m], weight[m], scales.values + n / 4 * kHalfPagePositions * 2 + q * 16);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
           mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
@@ -225,30 +228,34 @@ struct Softmax {
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) x[k][t] = of_lane.load(k, t);
     float score[1][4][4];
+    if constexpr (kScalesByStep<M>) {
 #pragma unroll
-    for (u32 t = 0; t < 4; ++t) score[0][t][0] = score[0][t][1] = score[0][t][2] = score[0][t][3] = 0.0f;
+      for (u32 t = 0; t < 4; ++t) score[0][t][0] = score[0][t][1] = score[0][t][2] = score[0][t][3] = 0.0f;
+    }
 #pragma unroll
     for (u32 k = 0; k < kParts; ++k) {
       StepScores<M> step(score[0]);
+      const uint4 low = query.low[k], high = query.high[k];
       uint4 b[4];
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) b[t] = x[k][t].operand();
 #pragma unroll
       for (u32 t = 0; t < 4; ++t)
-        mma(step.sums[t], query.low[k].x, query.low[k].y, query.low[k].z, query.low[k].w, b[t].x, b[t].y);
+        if (kScalesByStep<M> || k == 0) mma_from_zero(step.sums[t], low.x, low.y, low.z, low.w, b[t].x, b[t].y);
+        else mma(step.sums[t], low.x, low.y, low.z, low.w, b[t].x, b[t].y);
 #pragma unroll
-      for (u32 t = 0; t < 4; ++t)
-        mma(step.sums[t], query.high[k].x, query.high[k].y, query.high[k].z, query.high[k].w, b[t].z, b[t].w);
+      for (u32 t = 0; t < 4; ++t) mma(step.sums[t], high.x, high.y, high.z, high.w, b[t].z, b[t].w);
       step.template add_to<1>(score[0], scales.keys + q * 16, k);
     }
     v.load(values, 0, g, q);
     if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<1, 1>(score, scales.keys + q * 16);
     u32 weight[1][4][2];
     weigh<1, 1>(score, weight, 1, start, last, window, partly, q);
-    // Rows 8 … 15 are nobody's. Were they zeros, the compiler would make some for every multiply.
+    // Rows 8 … 15 are nobody's. Were they zeros, the compiler would make some for every multiply; of codes, whose weights
+    // are made anew for each step, it would move whatever else they are.
     u32 rest[4];
 #pragma unroll
-    for (u32 t = 0; t < 4; ++t) rest[t] = pack_pair(score[0][t][2], score[0][t][3]);
+    for (u32 t = 0; t < 4; ++t) rest[t] = kHasCodes<M> ? any_register() : pack_pair(score[0][t][2], score[0][t][3]);
 #pragma unroll
     for (u32 first = 0; first < kSetDim<M> / 8; first += kValuesAtOnce) {
       if (first > 0) v.load(values, first, g, q);
@@ -256,7 +263,7 @@ struct Softmax {
       for (u32 part = 0; part < kValuesAtOnce; part += kScaled) {
         if constexpr (kHasCodes<M>)
           if (kScalesByStep<M> || first == 0)
-            share<1, 1>(score, weight, scales.values + (first + part) / 4 * kHalfPagePositions * 2 + q * 16);
+            share<1>(score[0], weight[0], scales.values + (first + part) / 4 * kHalfPagePositions * 2 + q * 16);
         uint4 b[kScaled];
 #pragma unroll
         for (u32 n = 0; n < kScaled; ++n) b[n] = v.operand(part + n);
@@ -283,20 +290,17 @@ struct Softmax {
         for (u32 i = 0; i < 2 * kHalves; ++i) score[m][t][i] *= scale.at(t, i % 2);
   }
   // Shares, which `weigh` left in place of scores, as what codes of values are multiplied by.
-  template <u32 kTiles, u32 kHalves>
-  static __device__ __forceinline__ void share(const float (&shares)[kTiles][4][4], u32 (&weight)[kTiles][4][2], u32 at) {
+  template <u32 kHalves>
+  static __device__ __forceinline__ void share(const float (&shares)[4][4], u32 (&weight)[4][2], u32 at) {
     const EightScales scale(at);
 #pragma unroll
-    for (u32 m = 0; m < kTiles; ++m)
+    for (u32 t = 0; t < 4; t += 2)
 #pragma unroll
-      for (u32 t = 0; t < 4; t += 2)
+      for (u32 e = 0; e < 2; ++e)
 #pragma unroll
-        for (u32 e = 0; e < 2; ++e)
-#pragma unroll
-          for (u32 r = 0; r < 2; ++r)
-            weight[m][t + e][r] = r < kHalves ? pack_pair(shares[m][t][2 * r + e] * scale.at(t, e),
-                                                          shares[m][t + 1][2 * r + e] * scale.at(t + 1, e))
-                                              : 0;
+        for (u32 r = 0; r < 2; ++r)
+          weight[t + e][r] = r < kHalves ? pack_pair(shares[t][2 * r + e] * scale.at(t, e), shares[t + 1][2 * r + e] * scale.at(t + 1, e))
+                                         : 0;
   }
   // What scores make of the running softmaxes, and the weights of values; of codes `share` makes these of the shares.
   template <u32 kTiles, u32 kHalves = kRowHalves<M>>
