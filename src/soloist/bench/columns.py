@@ -1,7 +1,7 @@
 """Several query tokens in each decode step: one launch, timed from outside."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from soloist.bench.contender import Run, gaps_s
@@ -63,23 +63,21 @@ def run_columns(
 
 
 def experts_of_columns(
-    model: KernelModel,
-    prompts: Sequence[list[int]],
-    columns: int,
-    start: int,
-    new_tokens: int,
-    temperature: float = 0.0,
+    model: KernelModel, new_tokens: int, run: Callable[[int], Run]
 ) -> float | None:
     """Experts that all columns of a step together choose in a layer; None where there are none.
 
-    Mean over the layers, of the middle one of the steps that `run_columns` makes.
+    Args:
+        model: whose columns run.
+        new_tokens: steps of a timed run. The mean over the layers is that of the middle step.
+        run: `run_columns` for so many steps.
     """
     if not model.plan.has_experts:
         return None
     middle = new_tokens // 2
     model.decoder.load(Build(trace_round=middle))
     try:
-        run_columns(model, prompts, columns, start, middle + 2, temperature)
+        run(middle + 2)
         return round(fmean(chosen_experts(model.plan, model.decoder.trace[0].tolist())), 2)
     finally:
         model.decoder.load(Build())

@@ -149,7 +149,7 @@ class Columns:
     def chosen_experts(self, prompt_ids: list[int], new_tokens: int) -> float | None:
         """See `DecodeRow`."""
         return experts_of_columns(
-            self._model, [prompt_ids], self._columns, len(prompt_ids), new_tokens, self._temperature
+            self._model, new_tokens, lambda steps: self.run(prompt_ids, steps)
         )
 
 

@@ -139,10 +139,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     def run() -> Run:
         if plan.all_columns == 1 and plan.context is None:
             return _request(plan, model, config.vocab_size, prompts[0])
-        assert isinstance(model, KernelModel), "the reference runs requests only"
-        return run_columns(
-            model, prompts, plan.columns, plan.start, plan.new_tokens, plan.temperature
-        )
+        return _run_columns(plan, model, prompts, plan.new_tokens)
 
     name = device_name(str(device))  # now: on a CPU the number of threads changes with the load
     flushes, runs = [Flush(one) for one in placed.devices], []
@@ -155,7 +152,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     chosen = None
     if isinstance(model, KernelModel) and plan.all_columns > 1:
         chosen = experts_of_columns(
-            model, prompts, plan.columns, plan.start, plan.new_tokens, plan.temperature
+            model, plan.new_tokens, lambda steps: _run_columns(plan, model, prompts, steps)
         )
     return [
         replace(
@@ -200,6 +197,11 @@ def _check_reference(plan: Plan) -> None:
         if given != only:
             hint = "the reference implementation decodes one token at a time, after its prompt"
             raise SettingError(option, given, allowed, hint)
+
+
+def _run_columns(plan: Plan, model: Executor, prompts: list[list[int]], steps: int) -> Run:
+    assert isinstance(model, KernelModel), "the reference runs requests only"
+    return run_columns(model, prompts, plan.columns, plan.start, steps, plan.temperature)
 
 
 def _request(plan: Plan, model: Executor, vocab_size: int, prompt: list[int]) -> Run:
