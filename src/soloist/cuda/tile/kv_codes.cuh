@@ -128,7 +128,9 @@ struct Values {
 struct EightScales {
   uint4 pairs;
 
-  __device__ __forceinline__ explicit EightScales(u32 address) : pairs(load_shared(address)) {}
+  EightScales() = default;
+  __device__ __forceinline__ explicit EightScales(u32 address) { load(address); }
+  __device__ __forceinline__ void load(u32 address) { pairs = load_shared(address); }
   // Of positions 2 t and 2 t + 1.
   __device__ __forceinline__ float at(u32 t, u32 e) const {
     const u32 pair = t == 0 ? pairs.x : t == 1 ? pairs.y : t == 2 ? pairs.z : pairs.w;

@@ -100,6 +100,8 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const i32 window = M::kWindow[layer];
   QueryRows<M> query;
   if constexpr (kKeepsQuery<M>) query.load(q_rows);
+  // Of codes not the thread's number, which the compiler would read anew for each half page rather than keep.
+  const u32 lane = kHasCodes<M> && kKeepsQuery<M> ? __shfl_sync(~0u, cx.lane, cx.lane) : cx.lane;
   Softmax<M> softmax;
   softmax.clear();
   // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
@@ -130,7 +132,7 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       const Scales<M> scales(keys, value_set(cx));
       const bool partly = window || behind > g.first_position;
       if constexpr (kKeepsQuery<M>)
-        softmax.add(query, keys, values, scales, start, rows.last, window, partly, cx.lane);
+        softmax.add(query, keys, values, scales, start, rows.last, window, partly, lane);
       else if (kKnowsFewRows<M> && rows.few)
         softmax.template add<1, 1>(q_rows, 1, rows.first & 8, keys, values, scales, start, rows.last, window, partly,
                                     cx.lane);

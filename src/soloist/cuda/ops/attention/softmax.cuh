@@ -117,6 +117,8 @@ struct StepScores {
   __device__ __forceinline__ explicit StepScores(float (&score)[4][4]) : sums(score) {}
   template <u32 kHalves>
   __device__ __forceinline__ void add_to(float (&)[4][4], u32, u32) const {}
+  template <u32 kHalves>
+  __device__ __forceinline__ void add_to(float (&)[4][4], const EightScales&) const {}
 };
 template <class M>
 struct StepScores<M, true> {
@@ -126,7 +128,10 @@ struct StepScores<M, true> {
   // `of_lane`: the scales of step 0 that the lane needs.
   template <u32 kHalves>
   __device__ __forceinline__ void add_to(float (&score)[4][4], u32 of_lane, u32 step) const {
-    const EightScales scale(of_lane + step * M::kScaleRowBytes);
+    add_to<kHalves>(score, EightScales(of_lane + step * M::kScaleRowBytes));
+  }
+  template <u32 kHalves>
+  __device__ __forceinline__ void add_to(float (&score)[4][4], const EightScales& scale) const {
 #pragma unroll
     for (u32 t = 0; t < 4; ++t)
 #pragma unroll
@@ -191,7 +196,7 @@ struct Softmax {
         step.template add_to<kHalves>(score[m], scales.keys + q * 16, k);
       }
     }
-    if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<kTiles, kHalves>(score, scales.keys + q * 16);
+    if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<kTiles, kHalves>(score, EightScales(scales.keys + q * 16));
     u32 weight[kTiles][4][2];
     weigh<kTiles, kHalves>(score, weight, tiles, start, last, window, partly, q);
 #pragma unroll
@@ -204,7 +209,7 @@ struct Softmax {
 #pragma unroll
       for (u32 m = 0; m < kTiles; ++m) {
         if constexpr (kHasCodes<M>)
-          if (kScalesByStep<M> || n == 0) share<kHalves>(score[m], weight[m], scales.values + n / 4 * kHalfPagePositions * 2 + q * 16);
+          if (kScalesByStep<M> || n == 0) share<kHalves>(score[m], weight[m], EightScales(scales.values + n / 4 * kHalfPagePositions * 2 + q * 16));
 #pragma unroll
         for (u32 i = 0; i < 4; ++i)
           mma(out[m][n + i], weight[m][0][0], weight[m][0][1], weight[m][1][0], weight[m][1][1], v[i].x, v[i].y);
@@ -219,6 +224,7 @@ struct Softmax {
   __device__ __forceinline__ void add(const QueryRows<M>& query, u32 keys, u32 values, const Scales<M>& scales, i32 start,
                                       const i32 (&last)[1][1], i32 window, bool partly, u32 lane) {
     constexpr u32 kParts = M::kHeadDim / 32, kScaled = kScalesByStep<M> ? 4 : kValuesAtOnce;
+    constexpr u32 kSteps = kScalesByStep<M> ? kParts : 1, kValueSteps = kScalesByStep<M> ? kSetDim<M> / 32 : 1;
     const u32 g = lane / 4, q = lane % 4;
     const LaneKeys<M> of_lane(keys, g, q);
     EightOfKey<M> x[kParts][4];
@@ -227,6 +233,11 @@ struct Softmax {
     for (u32 k = 0; k < kParts; ++k)
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) x[k][t] = of_lane.load(k, t);
+    EightScales scale[kSteps];  // of keys, then of values
+    if constexpr (kHasCodes<M>) {
+#pragma unroll
+      for (u32 k = 0; k < kSteps; ++k) scale[k].load(scales.keys + q * 16 + k * M::kScaleRowBytes);
+    }
     float score[1][4][4];
     if constexpr (kScalesByStep<M>) {
 #pragma unroll
@@ -245,10 +256,14 @@ struct Softmax {
         else mma(step.sums[t], low.x, low.y, low.z, low.w, b[t].x, b[t].y);
 #pragma unroll
       for (u32 t = 0; t < 4; ++t) mma(step.sums[t], high.x, high.y, high.z, high.w, b[t].z, b[t].w);
-      step.template add_to<1>(score[0], scales.keys + q * 16, k);
+      step.template add_to<1>(score[0], scale[k % kSteps]);
     }
     v.load(values, 0, g, q);
-    if constexpr (kHasCodes<M> && !kScalesByStep<M>) scale_scores<1, 1>(score, scales.keys + q * 16);
+    if constexpr (kHasCodes<M>) {
+      if constexpr (!kScalesByStep<M>) scale_scores<1, 1>(score, scale[0]);
+#pragma unroll
+      for (u32 k = 0; k < kValueSteps; ++k) scale[k].load(scales.values + q * 16 + k * kHalfPagePositions * 2);
+    }
     u32 weight[1][4][2];
     weigh<1, 1>(score, weight, 1, start, last, window, partly, q);
     // Rows 8 … 15 are nobody's. Were they zeros, the compiler would make some for every multiply; of codes, whose weights
@@ -263,7 +278,7 @@ struct Softmax {
       for (u32 part = 0; part < kValuesAtOnce; part += kScaled) {
         if constexpr (kHasCodes<M>)
           if (kScalesByStep<M> || first == 0)
-            share<1>(score[0], weight[0], scales.values + (first + part) / 4 * kHalfPagePositions * 2 + q * 16);
+            share<1>(score[0], weight[0], scale[(first + part) / 4 % kValueSteps]);
         uint4 b[kScaled];
 #pragma unroll
         for (u32 n = 0; n < kScaled; ++n) b[n] = v.operand(part + n);
@@ -280,8 +295,7 @@ struct Softmax {
  private:
   // Scores of codes become scores of keys; scales are those of the lane's positions.
   template <u32 kTiles, u32 kHalves>
-  static __device__ __forceinline__ void scale_scores(float (&score)[kTiles][4][4], u32 at) {
-    const EightScales scale(at);
+  static __device__ __forceinline__ void scale_scores(float (&score)[kTiles][4][4], const EightScales& scale) {
 #pragma unroll
     for (u32 m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -291,8 +305,7 @@ struct Softmax {
   }
   // Shares, which `weigh` left in place of scores, as what codes of values are multiplied by.
   template <u32 kHalves>
-  static __device__ __forceinline__ void share(const float (&shares)[4][4], u32 (&weight)[4][2], u32 at) {
-    const EightScales scale(at);
+  static __device__ __forceinline__ void share(const float (&shares)[4][4], u32 (&weight)[4][2], const EightScales& scale) {
 #pragma unroll
     for (u32 t = 0; t < 4; t += 2)
 #pragma unroll
