@@ -1,8 +1,9 @@
 """Make a result file of lines that a rival's script printed: `python benchmarks/rivals.py LINES…`.
 
 A line is a JSON object with the fields of `soloist.bench.rows.RivalRow`, but for `bench` and
-`runs`; `ttft_ms` and `decode_tokens_per_s` list the value of every timed run. Lines that are no
-JSON, such as a library's messages, are left out and counted. `vllm_decode.py` prints such lines.
+`runs`; `ttft_ms` and `decode_tokens_per_s` list the value of every timed run, and the speed is null
+where too few tokens came to say one. Lines that are no JSON, such as a library's messages, are left
+out and counted. `vllm_decode.py` prints such lines.
 """
 
 import argparse
@@ -48,7 +49,10 @@ def converted(lines: Iterable[str]) -> list[RivalRow]:
         raise ValueError("no line is a JSON object; give files that vllm_decode.py wrote")
     seen = set[tuple[object, ...]]()
     for row in rows:
-        what = (row.engine, row.version, row.shape, row.weights, row.device, row.prompt_tokens)
+        what = (
+            row.engine, row.version, row.shape, row.weights, row.device, row.prompt_tokens,
+            row.kept_tokens,
+        )  # fmt: skip
         if what in seen:
             raise ValueError(f"measured twice: {', '.join(map(str, what))}; give one file of each")
         seen.add(what)
@@ -59,12 +63,14 @@ def _row(told: Mapping[str, Any]) -> RivalRow:
     if told.keys() != _WANTED:
         raise ValueError(f"a line has the fields {sorted(told)} (wanted: {sorted(_WANTED)})")
     times, speeds = (told[name] for name in _RUNS)
-    if not times or len(times) != len(speeds):
+    if not times:
+        raise ValueError("no times (wanted: one for each run)")
+    if speeds is not None and len(times) != len(speeds):
         raise ValueError(f"{len(times)} times and {len(speeds)} speeds (wanted: one each a run)")
     rest = {name: value for name, value in told.items() if name not in _RUNS}
     return RivalRow(
         bench="rival", runs=len(times), ttft_ms=Spread.of(times),
-        decode_tokens_per_s=Spread.of(speeds), **rest,
+        decode_tokens_per_s=None if speeds is None else Spread.of(speeds), **rest,
     )  # fmt: skip
 
 

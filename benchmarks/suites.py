@@ -176,6 +176,11 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
                 for temperature in _ETUDE_TEMPERATURES[kind]
             ),
         ),
+        # Back from the host's memory and from files; and beside a stream.
+        "contexts": tuple(
+            _prefill("llama-3.1-8b", f"--prompt-tokens 32000 {where} --runs 5")
+            for where in ("--prefix offloaded", "--prefix saved", "--prefix cold --streams 1")
+        ),
         "kv": tuple(
             _decode("llama-3.1-8b", f"{_RUN} --context {context}{kv}")
             for context in (8192, 128000)
@@ -446,7 +451,13 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
     "h200-rivals.json": tuple(
         f"python benchmarks/vllm_decode.py {asked}"
         for asked in (*_SHAPES, *(f"{_SHAPES[-1]} --weights {w}" for w in ("fp8", "int4")))
-    )
+    ),
+    # The prompts of `_KEPT`; one engine reads all of a shape.
+    "h200-rivals-kept-prompts.json": (
+        "python benchmarks/vllm_decode.py llama-3.1-8b --prompt-tokens 32000 100000 "
+        "--keep 100000:99840 100000:99072 32000:31744 --new-tokens 1 --runs 3",
+        "python benchmarks/vllm_decode.py llama-3.2-1b --keep 100000:99840 --new-tokens 1 --runs 5",
+    ),
 }
 
 # What `in_turn.py` runs with two commits in turn, and the files that it made.

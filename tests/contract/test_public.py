@@ -74,7 +74,8 @@ def test_rivals_become_rows(monkeypatch, tmp_path, capsys):
     rivals = load_script("rivals", monkeypatch)
     line = {
         "engine": "other", "version": "1", "shape": "s", "weights": "bf16", "device": "d",
-        "prompt_tokens": 5, "new_tokens": 9, "ttft_ms": [3.0, 1.0, 2.0], "conditions": "alone",
+        "prompt_tokens": 5, "kept_tokens": 0, "new_tokens": 9, "ttft_ms": [3.0, 1.0, 2.0],
+        "conditions": "alone",
         "decode_tokens_per_s": [10.0, 30.0, 20.0], "versions": {}, "command": "c", "date": "today",
     }  # fmt: skip
     printed, made = tmp_path / "printed", tmp_path / "made.json"
@@ -88,13 +89,72 @@ def test_rivals_become_rows(monkeypatch, tmp_path, capsys):
         ("", "no line"),
         (f"{json.dumps(line)}\n" * 2, "measured twice: other, 1, s"),
         (json.dumps({**line, "speed": 1}), "a line has the fields"),
-        (json.dumps({**line, "ttft_ms": []}), "0 times and 3 speeds"),
+        (json.dumps({**line, "ttft_ms": []}), "no times"),
+        (json.dumps({**line, "ttft_ms": [1.0]}), "1 times and 3 speeds"),
     ):
         printed.write_text(bad)
         with pytest.raises(SystemExit):
             rivals.main([str(printed), "-o", str(made)])
         assert told in capsys.readouterr().err
         assert json.loads(made.read_text()) == [row]
+    printed.write_text(
+        "\n".join(
+            json.dumps({**line, "kept_tokens": kept, "decode_tokens_per_s": None})
+            for kept in (0, 4)
+        )
+    )
+    assert rivals.main([str(printed), "-o", str(made)]) == 0
+    cold, kept = json.loads(made.read_text())
+    assert (cold["kept_tokens"], kept["kept_tokens"]) == (0, 4)
+    assert cold["decode_tokens_per_s"] is kept["decode_tokens_per_s"] is None
+
+
+def test_a_rival_is_asked_for_new_prompts_and_for_prompts_it_kept(monkeypatch, capsys):
+    vllm_decode = load_script("vllm_decode", monkeypatch)
+    prompt, parsed, texts = vllm_decode.Prompt, vllm_decode.parsed, vllm_decode.texts
+    assert parsed(["m"]).prompts == [prompt(128), prompt(2048)]
+    asked = parsed(["m", "--prompt-tokens", "9", "--keep", "20:16", "20:8"])
+    assert asked.prompts == [prompt(9), prompt(20, 16), prompt(20, 8)]
+    assert parsed(["m", "--keep", "20:16"]).prompts == [prompt(20, 16)]
+    for bad in (["--keep", "16:16"], ["--keep", "16"], ["--runs", "0"]):
+        with pytest.raises(SystemExit):
+            parsed(["m", *bad])
+        assert bad[0] in capsys.readouterr().err
+
+    opening = list(range(30))
+    first, *runs = texts(prompt(20, 16), opening, 30, 3)
+    assert first == opening[:16]
+    assert [ids[:16] for ids in runs] == [first] * 4, "one run that is not timed, and three"
+    assert [ids[17:] for ids in runs] == [opening[17:20]] * 4
+    assert len({16, *(ids[16] for ids in runs)}) == 5
+    new = texts(prompt(20), opening, 1000, 3)
+    assert [len(ids) for ids in new] == [20] * 4
+    assert len({tuple(ids) for ids in new}) == 4
+
+
+def test_a_rival_has_room_for_two_long_prompts(monkeypatch):
+    vllm_decode = load_script("vllm_decode", monkeypatch)
+    shape = {
+        name: vllm_decode.shape_config(name, "bf16", 4096)
+        for name in ("llama-3.1-8b", "llama-3.2-1b", "laneformer-2b-as-llama")
+    }
+    assert {vllm_decode.kv_bytes(config, 4096) for config in shape.values()} == {2 << 30}
+    assert vllm_decode.kv_bytes(shape["llama-3.1-8b"], 100_000) == 2 * 100_000 * (128 << 10)
+    assert vllm_decode.kv_bytes(shape["llama-3.2-1b"], 100_000) == 2 * 100_000 * (32 << 10)
+    longer = vllm_decode.shape_config("llama-3.1-8b", "fp8", 200_000)
+    assert longer["max_position_embeddings"] == 200_000
+    assert longer["quantization_config"]["quant_method"] == "fp8"
+
+
+def test_a_rival_states_what_it_measured(monkeypatch):
+    vllm_decode = load_script("vllm_decode", monkeypatch)
+    runs = [vllm_decode.Run([1.0, 1.5, *(1.5 + i / 10 for i in range(1, 32))], 0)]
+    told = vllm_decode.figures(runs, 32)
+    assert told == {"ttft_ms": [500.0], "decode_tokens_per_s": [pytest.approx(10)]}
+    first_only = vllm_decode.figures([vllm_decode.Run([1.0, 1.5], 0)], 1)
+    assert first_only == {"ttft_ms": [500.0], "decode_tokens_per_s": None}
+    assert "prefix caching off" in vllm_decode.conditions(caches=False)
+    assert "prefix caching on" in vllm_decode.conditions(caches=True)
 
 
 def test_recorded_rows_have_the_fields_that_are_described():

@@ -256,8 +256,44 @@ def test_of_kept_tokens_every_run_finds_as_many(soloist, subject):
 
 
 @pytest.mark.parametrize(
+    ("device", "subject"),
+    [
+        ("cpu", ("etude-draft",)),
+        pytest.param("cuda", ("etude-draft",), marks=pytest.mark.gpu),
+        pytest.param("cuda", ("--shape", SHAPE), marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "model", "shape"],
+)
+def test_streams_go_on_while_a_prompt_is_read(soloist, device, subject):
+    done = soloist(
+        "bench", "prefill", *subject, "--device", device, "--prompt-tokens", 600, "--runs", 2,
+        "--prefix", "cold", "--streams", 2, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)
+    assert (row["prefix"], row["cached_tokens"], row["streams"]) == ("cold", 0, 2)
+    assert 0 < row["longest_gap_ms"]["median"] <= row["longest_gap_ms"]["max"]
+    assert row["ttft_ms"]["median"] > 0
+
+
+@pytest.mark.gpu
+@SUBJECTS
+def test_offloaded_prompts_come_back(soloist, subject):
+    done = soloist(
+        "bench", "prefill", *subject, "--device", "cuda", "--prompt-tokens", 700,
+        "--runs", 2, "--prefix", "offloaded", "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)
+    assert (row["prefix"], row["cached_tokens"]) == ("offloaded", 640)
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [
+        (("--prefix", "offloaded"), "cold, warm, both, saved"),
+        (("--streams", -1), "at least 0"),
+        (("--streams", 8), "0 … 7"),
         (("--kept", 0), "at least 1"),
         (("--kept", 300), "fewer than the 300 tokens of --prompt-tokens"),
         (("--kept", 256, "--prefix", "warm"), "one of both options"),

@@ -43,7 +43,7 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
     )
-    | {"busy_processes": 0, "kv": ""},
+    | {"busy_processes": 0, "kv": "", "streams": 0},
     "serve": dict.fromkeys(("shape", "api", "prefix", "max_tokens")),
     "agent": dict.fromkeys(
         ("shape", "api", "turns", "asked_prompt_tokens", "tool_tokens", "max_tokens")
@@ -52,7 +52,8 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
     "startup": dict.fromkeys(("shape", "device", "precision", "executor", "kernel_cache"))
     | {"program": "soloist run"},
     "bandwidth": dict.fromkeys(("device", "gpus", "method")),
-    "rival": dict.fromkeys(("shape", "device", "weights", "prompt_tokens", "new_tokens")),
+    "rival": dict.fromkeys(("shape", "device", "weights", "prompt_tokens", "new_tokens"))
+    | {"kept_tokens": 0},
 }
 
 
@@ -203,8 +204,10 @@ def describe(row: Json) -> str:
 
 
 def _choices(row: Json) -> list[str]:
-    """What was drafted, of which text, and what the KV cache is in, where that is not as usual."""
+    """What was kept and drafted, of which text, and what the KV cache is in, where not as usual."""
     words = []
+    if row.get("kept_tokens"):
+        words.append(f"with {row['kept_tokens']:,} kept")
     if row.get("drafting"):
         wrong = row.get("wrong")
         words.append(f"with {row['drafting']}" + (f", {wrong:.0%} wrong" if wrong else ""))

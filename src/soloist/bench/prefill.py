@@ -2,8 +2,9 @@
 
 A prompt is read through the executor, as any request's is: from token ids to the first token. Cold
 ones are read whole. Warm ones came before, on an executor that keeps prompts as a server's does.
-Saved ones come from files of such an executor, whose memory has forgotten them. Of kept ones only
-the first tokens came before: what follows them is another text in every run, as in an agent's loop.
+Offloaded ones come back from the host's memory; saved ones from files of such an executor, whose
+memory has forgotten them. Of kept ones only the first tokens came before: what follows them is
+another text in every run, as in an agent's loop. Streams of other requests may go on beside.
 """
 
 import time
@@ -21,6 +22,7 @@ from soloist.bench.clocks import watching
 from soloist.bench.decode import python_prompt
 from soloist.bench.others import others_counted
 from soloist.bench.sizes import require_at_least
+from soloist.bench.streams import read_beside, require_room
 from soloist.bench.subject import (
     Reading,
     random_prompt,
@@ -31,6 +33,7 @@ from soloist.bench.subject import (
     shape_on_gpu,
     shape_placement,
 )
+from soloist.device import available_memory_bytes
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import require_kv_attention, resolve_device
 from soloist.engine.engine import device_name, devices
@@ -38,6 +41,7 @@ from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
 from soloist.engine.request import Request
 from soloist.errors import SettingError
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.model.config import ModelConfig
 from soloist.model.families import read_config
 from soloist.model.folder import config_file, find_model
@@ -59,10 +63,11 @@ class Plan:
         shape: a config.json, for random weights and tokens instead of the model.
         prompt_tokens: lengths of prompts.
         runs: timed, after one that is not.
-        prefixes: 'cold', 'warm' or both.
+        prefixes: what is known of the prompt, each in turn; see `PrefillRow.prefix`.
         num_busy: processes that only count beside it.
         kept_tokens: how many first tokens of each prompt came before; with any, `prefixes` do not
             count.
+        num_streams: answers of other requests that go on while the prompt is read.
     """
 
     asked: EngineConfig
@@ -72,6 +77,7 @@ class Plan:
     prefixes: tuple[rows.Prefix, ...]
     num_busy: int = 0
     kept_tokens: tuple[int, ...] = ()
+    num_streams: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +93,17 @@ class _Reader:
     vocab_size: int
     prompt_ids: list[int]
     device_name: str
+    context_tokens: int
 
-    def read(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds to the first token, and how many prompt tokens were cached."""
-        return self._read_ids(self.prompt_ids[:num_tokens])
-
-    def read_on(self, num_kept: int, num_tokens: int, run: int) -> tuple[float, int]:
-        """The same where the text behind the first tokens is another one in every run."""
+    def ids(self, num_tokens: int, num_kept: int = 0, run: int = 0) -> list[int]:
+        """Of the prompt; behind kept tokens it is another one in every run."""
         ids = self.prompt_ids[:num_tokens]
-        ids[num_kept] = (ids[num_kept] + 1 + run) % self.vocab_size
-        return self._read_ids(ids)
+        if num_kept:
+            ids[num_kept] = (ids[num_kept] + 1 + run) % self.vocab_size
+        return ids
 
-    def _read_ids(self, ids: list[int]) -> tuple[float, int]:
+    def read(self, ids: list[int]) -> tuple[float, int]:
+        """Seconds to the first token, and how many prompt tokens were cached."""
         start = time.perf_counter()
         sampler = Sampler(SamplingParams(max_tokens=1, ignore_eos=True), self.vocab_size, ids)
         request = Request(ids, sampler)
@@ -117,8 +122,15 @@ class _Reader:
         while (saved := self.executor.saved) is not None and saved.saved > num_saved:
             num_saved = saved.saved
             self.executor.forget()
-            self.read(num_tokens)
+            self.read(self.ids(num_tokens))
             self.executor.flush(_SAVING_S)
+
+    def make_known(self, prefix: rows.Prefix) -> None:
+        """Before each run: have a prompt that came before where a row says that it is."""
+        if prefix in ("cold", "saved"):
+            self.executor.forget()
+        if prefix == "offloaded":
+            self.executor.offload()
 
 
 def measure(plan: Plan) -> list[rows.PrefillRow]:
@@ -141,11 +153,15 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         if plan.asked.tail_path != "prefill":
             allowed = "prefill on the CPU, where no decode kernel runs"
             raise SettingError("--path", plan.asked.tail_path, allowed)
+        if "offloaded" in plan.prefixes:
+            allowed = "cold, warm, both, saved on the CPU, where nothing is offloaded"
+            raise SettingError("--prefix", "offloaded", allowed)
     flush, made = Flush(device), list[rows.PrefillRow]()
     prefixes: tuple[rows.Prefix, ...] = ("kept",) if plan.kept_tokens else plan.prefixes
     kept_tokens = plan.kept_tokens or (0,)
     for prefix in prefixes:
         reader = _load(plan, prefix, config.context_tokens, device)
+        require_room(reader.executor, plan.num_streams)
         folder = TemporaryDirectory(prefix="soloist-") if prefix == "saved" else None
         if folder is not None:
             reader.executor.save_to(Path(folder.name), _MOST_SAVED_BYTES, ())
@@ -165,7 +181,10 @@ def _checked(plan: Plan) -> ModelConfig:
         *(("--kept", kept, 1) for kept in plan.kept_tokens),
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
+        ("--streams", plan.num_streams, 0),
     )
+    if plan.num_streams >= MAX_QUERIES:
+        raise SettingError("--streams", plan.num_streams, f"0 … {MAX_QUERIES - 1}")
     shortest = min(plan.prompt_tokens)
     if plan.kept_tokens and max(plan.kept_tokens) >= shortest:
         allowed = f"fewer than the {shortest:,} tokens of --prompt-tokens"
@@ -185,20 +204,30 @@ def _timed(
     """A row, of a prompt whose first `kept` tokens came before."""
     if prefix == "saved":
         reader.save(length)
-    if kept:
-        reader.read(kept)
+    if kept or prefix == "offloaded":
+        reader.read(reader.ids(kept or length))
     with (
         others_counted(plan.num_busy) as others,
         watching(gpu_uuid(flush.device)) as watch,
     ):
-        read = []
+        read, gaps = list[tuple[float, int]](), list[float]()
         for run in range(plan.runs + 1):
-            if prefix == "saved":
-                reader.executor.forget()
+            reader.make_known(prefix)
             flush()
-            read.append(reader.read_on(kept, length, run) if kept else reader.read(length))
-    row = _row(reader, prefix, length, read[1:], watch.clocks)
-    return replace(row, others_cores=others.cores, busy_processes=plan.num_busy)
+            ids = reader.ids(length, kept, run)
+            if not plan.num_streams:
+                read.append(reader.read(ids))
+                continue
+            found = read_beside(
+                reader.executor, reader.vocab_size, ids, plan.num_streams, reader.context_tokens
+            )
+            read.append((found.ttft_s, found.num_cached))
+            gaps.append(found.longest_gap_s * 1e3)
+    return replace(
+        _row(reader, prefix, length, read[1:], watch.clocks),
+        others_cores=others.cores, busy_processes=plan.num_busy, streams=plan.num_streams,
+        longest_gap_ms=rows.Spread.of(gaps[1:]) if gaps else None,
+    )  # fmt: skip
 
 
 def _folder(asked: EngineConfig) -> Path:
@@ -208,13 +237,17 @@ def _folder(asked: EngineConfig) -> Path:
 
 def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.device) -> _Reader:
     """The model, with room for the longest prompt and, if it stays, for what is cached of it."""
-    longest, keeps = max(plan.prompt_tokens), prefix != "cold"
+    # Beside streams prompts are read as in a server, which keeps them.
+    longest, keeps = max(plan.prompt_tokens), prefix != "cold" or plan.num_streams > 0
     # Cached tokens count as well, and never more of a prompt than its length.
     room = min(most_tokens, (2 * longest if keeps else longest) + 1)
+    host_bytes = available_memory_bytes() // 2 if prefix == "offloaded" else 0
     if plan.shape is None:
         # As in a server: chunks are those of an executor that several requests share.
         asked = replace(
-            plan.asked, context_tokens=room, keeps_prefixes=keeps, sequences=2 if keeps else 1
+            plan.asked, context_tokens=room, keeps_prefixes=keeps,
+            sequences=1 + max(plan.num_streams, int(keeps)),
+            host_cache_bytes=host_bytes or plan.asked.host_cache_bytes,
         )  # fmt: skip
         engine = Engine.load(asked)
         return _Reader(
@@ -227,6 +260,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
             engine.config.vocab_size,
             python_prompt(engine, longest),
             engine.report.device_name,
+            room,
         )
     config = read_config(plan.shape)
     dtype = shape_dtype(plan.asked.precision, device)
@@ -241,15 +275,16 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
     else:
         chunk = SHARED_CHUNK_TOKENS if keeps else MOST_PASS_TOKENS
         executor = shape_on_gpu(
-            shape, room, placed, chunk_tokens=chunk, keeps_prefixes=keeps,
+            shape, room, placed, 1 + plan.num_streams, chunk_tokens=chunk, keeps_prefixes=keeps,
             reading=Reading(
-                plan.asked.packed_prompts, plan.asked.page_attention, plan.asked.tail_path
+                plan.asked.packed_prompts, plan.asked.page_attention, plan.asked.tail_path,
+                host_bytes,
             ),
         )  # fmt: skip
     ids = random_prompt(config, longest)
     return _Reader(
         shape_name(plan.shape), dtype.value, shape.label(executor), shape.kv_label, executor,
-        placed.num_gpus, config.vocab_size, ids, device_name(str(device)),
+        placed.num_gpus, config.vocab_size, ids, device_name(str(device)), room,
     )  # fmt: skip
 
 

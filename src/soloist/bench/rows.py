@@ -10,7 +10,7 @@ from statistics import median
 from typing import Literal
 
 # Whether a prompt, or its beginning, was read before.
-Prefix = Literal["cold", "warm", "saved", "kept"]
+Prefix = Literal["cold", "warm", "offloaded", "saved", "kept"]
 KernelCache = Literal["warm", "compiled", "cold"]
 
 
@@ -186,8 +186,8 @@ class PrefillRow:
         engine, shape, device, gpus, precision: as in `DecodeRow`.
         prompt_tokens: length of the prompt.
         prefix: 'cold' where no token of the prompt was cached, 'warm' where the same prompt came
-            before, 'saved' where files have it, 'kept' where another prompt with so many of its
-            first tokens came before.
+            before, 'offloaded' where the host's memory has it, 'saved' where files have it, 'kept'
+            where another prompt with so many of its first tokens came before.
         cached_tokens: prompt tokens that were cached and not read again; median.
         runs: timed runs after a warm-up.
         ttft_ms: token ids given → first token chosen.
@@ -195,6 +195,9 @@ class PrefillRow:
         clocks: as in `DecodeRow`.
         versions, commit, command, date: as in `DecodeRow`.
         others_cores, busy_processes, weights, kv: as in `DecodeRow`.
+        streams: answers of other requests that go on while the prompt is read.
+        longest_gap_ms: of each run, the longest time between two tokens of one of them; None
+            without any.
     """
 
     bench: str
@@ -218,6 +221,8 @@ class PrefillRow:
     busy_processes: int = 0
     weights: str = ""
     kv: str = ""
+    streams: int = 0
+    longest_gap_ms: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,11 +627,14 @@ class RivalRow:
         prompt_tokens, new_tokens: number of these tokens in each run.
         runs: timed runs after a warm-up.
         ttft_ms: request handed to the engine → first token.
-        decode_tokens_per_s: (N - 1) / (time of the last token - time of the first token).
+        decode_tokens_per_s: (N - 1) / (time of the last token - time of the first token); None
+            where too few tokens came to say a speed.
         conditions: the engine's settings, in words.
         versions: versions of Python and of the libraries that matter.
         command: the command, as typed.
         date: date and time, in UTC.
+        kept_tokens: first tokens of the prompt that came before, and that the engine had cached.
+            Older files lack this field.
     """
 
     bench: str
@@ -639,11 +647,12 @@ class RivalRow:
     new_tokens: int
     runs: int
     ttft_ms: Spread
-    decode_tokens_per_s: Spread
+    decode_tokens_per_s: Spread | None
     conditions: str
     versions: dict[str, str]
     command: str
     date: str
+    kept_tokens: int = 0
 
 
 AnyRow = (

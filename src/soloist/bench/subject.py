@@ -52,11 +52,13 @@ class Reading(NamedTuple):
         packed_prompts: as of `EngineConfig`.
         page_attention: the same.
         tail_path: the same.
+        host_bytes: of the host's memory, at most, for cached prompts whose pages others need.
     """
 
     packed_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "prefill"
+    host_bytes: int = 0
 
 
 AS_EVER = Reading()
@@ -283,7 +285,8 @@ def shape_on_gpu(
     )  # fmt: skip
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
-        page_attention=pages is not None, tail_path=reading.tail_path,
+        host_bytes=reading.host_bytes, page_attention=pages is not None,
+        tail_path=reading.tail_path,
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,

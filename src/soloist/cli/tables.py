@@ -195,8 +195,20 @@ def show_prefill(rows: "Sequence[PrefillRow]") -> None:
         ("TTFT ms", lambda row: _median(row.ttft_ms)),
         ("min – max", lambda row: _range(row.ttft_ms)),
         ("tokens/s read", lambda row: _median(row.prompt_tokens_per_s, ",.0f")),
+        *_gaps(rows),
     )
     show_clocks(first.clocks)
+
+
+def _gaps(rows: "Sequence[PrefillRow]") -> "list[tuple[str, Callable[[PrefillRow], str]]]":
+    """What streams beside the prompt waited, where there were any."""
+    if rows[0].longest_gap_ms is None:
+        return []
+    return [
+        ("streams", lambda row: str(row.streams)),
+        ("longest gap ms", lambda row: _median(row.longest_gap_ms)),
+        ("min – max", lambda row: _range(row.longest_gap_ms)),
+    ]
 
 
 def show_startup(rows: "Sequence[StartupRow]") -> None:

@@ -152,6 +152,10 @@ class Executor(ABC):
     def forget(self) -> None:  # noqa: B027 - most executors cache nothing
         """Drop cached prompts from memory that no request uses; what is saved stays."""
 
+    def offload(self) -> None:  # executors without such memory are not asked to
+        """Move cached prompts that no request uses to the host's memory, as far as it goes."""
+        raise AssertionError("it offloads nothing")
+
     def flush(self, within_s: float) -> None:  # noqa: B027 - most executors save nothing
         """Wait until prompts that are being saved are written, for so long at most."""
 

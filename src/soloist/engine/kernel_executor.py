@@ -317,6 +317,10 @@ class KernelExecutor(Executor):
         """See Executor."""
         self.tiers.forget()
 
+    def offload(self) -> None:
+        """See Executor."""
+        self.tiers.offload()
+
     def flush(self, within_s: float) -> None:
         """See Executor."""
         if self._saved is not None:

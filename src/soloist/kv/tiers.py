@@ -154,6 +154,11 @@ class CacheTiers:
                 if not is_offloaded:
                     self.pages.free(reversed(pages))
 
+    def offload(self) -> None:
+        """Free the pages of every chunk that nobody uses: the host has them, as far as it goes."""
+        while self.tree is not None and self.tree.oldest(is_offloaded=False) is not None:
+            self._reclaim()
+
     def _reclaim(self) -> None:
         """Free the pages of the least recently used idle chunk: offload it, or evict it."""
         assert self.tree is not None, "without cached chunks all available pages are free"

@@ -72,6 +72,15 @@ def test_fields_that_older_files_lack() -> None:
     assert verdict(old, decode(100)) == "same"
 
 
+def test_rivals_with_other_kept_tokens_are_no_partners() -> None:
+    first = {"median": 9, "min": 9, "max": 9}
+    old = {"bench": "rival", "engine": "r", "shape": "m", "prompt_tokens": 9, "ttft_ms": first}
+    assert verdict(old, old | {"kept_tokens": 0, "decode_tokens_per_s": None}) == "same"
+    apart = compare([old], [old | {"kept_tokens": 8}], 0.05)
+    assert apart.apart.endswith("kept_tokens 0 and 8")
+    assert apart.only_after == ("rival: r m 9 + None with 8 kept",)
+
+
 def test_partners_have_the_same_engine_where_there_is_one() -> None:
     before = [decode(100), decode(50, engine="rival")]
     made = compare(before, [decode(50, engine="rival"), decode(100)], 0.05)

@@ -157,8 +157,9 @@ def prefill(
     prefix: Annotated[
         str | None,
         typer.Option(
-            help="cold: nothing is cached; warm: the prompt came before; both; or saved: a server "
-            "before had it, and the files are in the system's cache (TMPDIR says where).",
+            help="cold: nothing is cached; warm: the prompt came before; both; offloaded: it came "
+            "before, and the host's memory has it; or saved: a server before had it, and the files "
+            "are in the system's cache (TMPDIR says where).",
             show_default="both",
         ),
     ] = None,
@@ -169,6 +170,13 @@ def prefill(
             "text follows them in every run; may be repeated."
         ),
     ] = None,
+    streams: Annotated[
+        int,
+        typer.Option(
+            help="So many answers of other requests go on while the prompt is read; the row has "
+            "the longest time between two of their tokens."
+        ),
+    ] = 0,
     busy: o.Busy = 0,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
@@ -221,7 +229,8 @@ def prefill(
     _check_only_one(shape, model)
     if kept and prefix is not None:
         raise SettingError("--kept", f"{kept[0]} with --prefix {prefix}", "one of both options")
-    prefixes = o.chosen("--prefix", prefix or "both", {**o.PREFIXES, "saved": ("saved",)})
+    known_prefixes = {**o.PREFIXES, "offloaded": ("offloaded",), "saved": ("saved",)}
+    prefixes = o.chosen("--prefix", prefix or "both", known_prefixes)
     accepted = o.accepted_fields(accept_field, shape)
     known = results.read_baseline(baseline, threshold)
     asked = EngineConfig(
@@ -238,6 +247,7 @@ def prefill(
         prefixes=prefixes,
         num_busy=busy,
         kept_tokens=tuple(kept or ()),
+        num_streams=streams,
     )
     rows = bench_prefill.measure(plan)
     results.show(rows, tables.show_prefill, output, as_json=json)
