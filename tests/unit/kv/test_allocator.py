@@ -294,6 +294,21 @@ def test_without_memory_on_the_host_the_oldest_offloaded_chunk_is_evicted() -> N
     assert some.tiers.cached.evicted == 3 * 128
 
 
+def test_what_nobody_uses_is_offloaded_when_asked_for() -> None:
+    memories = Memories(4)
+    some = allocator(4, host=memories)
+    done, used = (some.allocate([n] * (PAGE + 1), PAGE + 1, 2 * PAGE) for n in range(2))
+    for number, allocation in enumerate((done, used)):
+        read(some, allocation, [number] * (PAGE + 1))
+        memories.pool.update(dict.fromkeys(allocation.pages, (number,)))
+    some.free(done)
+    some.tiers.offload()
+    assert (some.tiers.cached.on_device, some.tiers.cached.on_host) == (PAGE, PAGE)
+    assert some.tiers.pages.num_free == 2
+    again = some.allocate([0] * (PAGE + 1), PAGE + 1, 2 * PAGE)
+    assert (again.num_cached, again.num_offloaded) == (PAGE, PAGE)
+
+
 def test_pages_are_not_given_away_while_a_chunk_is_on_its_way_to_them() -> None:
     memories = Memories(2)
     some = allocator(2, host=memories)
