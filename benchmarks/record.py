@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only {', '.join(unknown)}: the suite has {', '.join(files)}")
     wanted = {name: file for name, file in files.items() if not asked.only or name in asked.only}
-    missing = [c for name, file in wanted.items() for c in _missing(name, file, asked.parts)]
+    missing = [c for name, file in wanted.items() for c in _to_run(name, file, asked.parts)]
     folders = Folders(missing, run, deletes=asked.delete_folders)
     incomplete = [
         name
@@ -85,6 +85,7 @@ def _record(
     with ExitStack() as stack:
         if missing:
             for service in file.services:
+                stack.enter_context(folders.of(service.arguments))
                 stack.enter_context(_running(service))
         for command in missing:
             with folders.of(command):
@@ -103,6 +104,12 @@ def _missing(name: str, file: File, parts: Path) -> list[str]:
     return [command for command in file.commands if not _place(name, command, parts).exists()]
 
 
+def _to_run(name: str, file: File, parts: Path) -> list[str]:
+    """These, and what starts the servers that they ask."""
+    missing = _missing(name, file, parts)
+    return missing + [service.arguments for service in file.services if missing]
+
+
 def _place(name: str, command: str, parts: Path) -> Path:
     """Where the rows of one command of a file are kept."""
     return parts / name / f"{sha256(command.encode()).hexdigest()[:12]}.json"
@@ -112,7 +119,7 @@ class Folders:
     """Quantised models that commands name: each is there before the first of them.
 
     Args:
-        commands: all that will run.
+        commands: all that will run, and arguments of servers.
         run: runs the program that makes one.
         deletes: each after the last command that names it.
     """

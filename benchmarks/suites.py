@@ -87,6 +87,10 @@ _SERVICES = (
         "src/soloist/models", ("fastapi", "accelerate"),
     ),
 )  # fmt: skip
+_LARGE = Service(
+    "soloist serve", 8733, "soloist",
+    f"serve {_quantized('bf16', 'llama-3.1-8b')} --precision bf16 --speculate off --port 8733",
+)  # fmt: skip
 _URLS = " ".join(
     [*(f"http://localhost:{s.port}" for s in _SERVICES), *(f"--name '{s.name}'" for s in _SERVICES)]
 )
@@ -344,6 +348,15 @@ SUITES: Mapping[str, Mapping[str, File]] = {
             )
         ),
         "h200-held-out.json": File(_held_out("--precision bf16")),
+        # A conversation of some hundred thousand tokens.
+        "h200-agent.json": File(
+            (
+                f"bench agent http://localhost:{_LARGE.port} --name 'soloist serve' "
+                "--api completions --turns 8 --prompt-tokens 108000 --tool-tokens 1000 -n 64 "
+                "--runs 2",
+            ),
+            (_LARGE,),
+        ),
         # A mixture: one query in each format, eight columns, after many positions, and prompts.
         "h200-experts.json": File(
             (

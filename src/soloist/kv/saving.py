@@ -1,8 +1,8 @@
 """Chunks of prompts on their way to a folder and back, beside the work.
 
-A thread of its own writes. What waits for it is bounded, and what does not fit is dropped: nobody
-waits for a drive. Other threads read ahead what a prompt will need next. Pure: who offers a chunk
-says where its bytes are.
+A thread of its own writes, as long as anything waits. What waits is bounded, and what does not fit
+is dropped: nobody waits for a drive. Other threads read ahead what a prompt will need next. Pure:
+who offers a chunk says where its bytes are.
 """
 
 import errno
@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
+from soloist.device import usable_cores
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.folder import ChunkFolder, Damaged, Link, links
 
@@ -22,8 +23,8 @@ log = logging.getLogger(__name__)
 
 # Bytes that may wait for the drive; a chunk that is larger is taken alone.
 MOST_WAITING_BYTES = 512 * 2**20
-# Chunks that are read ahead, by so many threads: checksums take one core for 3 GB/s.
-_MOST_AHEAD, _READERS = 6, 4
+# Threads that read ahead, and how many chunks: a core copies and checks some 1.5 GB/s.
+_MOST_READERS, _MORE_AHEAD = 8, 2
 # After the machine refused a file nothing is written for so long.
 _PAUSE_S = 30.0
 # Bytes after which the folder is listed anew, since other servers write there too, as a share of
@@ -136,10 +137,11 @@ class SavedChunks:
         self._waiting: set[bytes] = set()
         self._waiting_bytes, self._paused_until = 0, 0.0
         self._since_listed = 0  # bytes that were written
-        self._readers = ThreadPoolExecutor(_READERS, "soloist-kept")
+        num_readers = min(_MOST_READERS, usable_cores())
+        self._readers = ThreadPoolExecutor(num_readers, "soloist-kept")
+        self._most_ahead = num_readers + _MORE_AHEAD
+        self._is_writing = False  # there is a thread for it
         self._list(0)
-        self._writer = threading.Thread(target=self._write_all, name="soloist-saving", daemon=True)
-        self._writer.start()
 
     @property
     def counts(self) -> SavedTokens:
@@ -210,7 +212,9 @@ class SavedChunks:
     def _append(self, job: "_Job | Link") -> None:
         with self._lock:
             self._jobs.append(job)
-            self._lock.notify_all()
+            was_writing, self._is_writing = self._is_writing, True
+        if not was_writing:
+            threading.Thread(target=self._write_all, name="soloist-saving", daemon=True).start()
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -218,9 +222,12 @@ class SavedChunks:
             self._counts = replace(old, **{k: getattr(old, k) + v for k, v in more.items()})
 
     def _write_all(self) -> None:
+        """Until nothing waits: a thread that stayed would hold the memory of whoever saves."""
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._jobs)
+                if not self._jobs:
+                    self._is_writing = False
+                    return
                 job = self._jobs[0]
             try:
                 if isinstance(job, Link):
@@ -291,7 +298,7 @@ class SavedChunks:
         return data
 
     def _look_ahead(self, trail: Trail, start: int) -> None:
-        for begin in trail.usable(start)[:_MOST_AHEAD]:
+        for begin in trail.usable(start)[: self._most_ahead]:
             if begin not in trail.ahead:
                 if not self.folder.has(trail[begin]):
                     return

@@ -4,6 +4,8 @@ import importlib
 import json
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,31 @@ def test_quantised_folders_are_made_before_they_are_measured(
     assert script.main([*again, "--delete-folders"]) == 0
     assert script.made[4:] == [f"{command} --json" for command in commands], "it was there"
     assert not (tmp_path / folder).exists()
+
+
+def test_a_servers_folder_is_made_before_it_starts_and_stays_while_it_runs(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"{script.QUANTIZED}/bf16/llama-3.2-1b"
+    service = script.Service("x serve", 1, "x", f"serve {folder}")
+    files = {"c.json": script.File(("bench two",), (service,))}
+    there = []
+
+    @contextmanager
+    def running(_: object) -> Iterator[None]:
+        there.append((tmp_path / folder).exists())
+        yield
+        there.append((tmp_path / folder).exists())
+
+    monkeypatch.setattr(script, "SUITES", {"here": files})
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "_running", running)
+    parts = ["here", "--parts", str(tmp_path / "parts"), "--results", str(tmp_path)]
+    assert script.main([*parts, "--delete-folders"]) == 0
+    assert there == [True, True]
+    assert not (tmp_path / folder).exists()
+    assert script.main(parts) == 0, "all was measured: no server is needed"
+    assert there == [True, True]
 
 
 def test_a_folder_stays_until_the_last_command_that_needs_it(script, tmp_path, monkeypatch) -> None:

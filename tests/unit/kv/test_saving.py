@@ -1,9 +1,12 @@
 """What is saved beside the work: nobody waits, and nothing is saved that would not be found."""
 
 import errno
+import gc
 import logging
 import random
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -199,6 +202,20 @@ def test_a_failure_of_one_chunk_does_not_end_the_writer(tmp_path: Path) -> None:
     save(saved, prompt(16, 1))
     assert saved.flush(10)
     assert saved.counts.saved == 16
+
+
+def test_nothing_holds_what_is_not_used_any_more(tmp_path: Path) -> None:
+    saved, ids = saved_in(tmp_path), prompt(16)
+    save(saved, ids)
+    assert saved.flush(10)
+    assert loaded(saved, ids) == 8
+    assert saved.flush(10)
+    gone = weakref.ref(saved)
+    del saved
+    until = time.monotonic() + 10  # its threads end by themselves
+    while gone() is not None and time.monotonic() < until:
+        gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("bound", [5000, 10**6])
