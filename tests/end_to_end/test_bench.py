@@ -285,7 +285,8 @@ def test_offloaded_prompts_come_back(soloist, subject):
     )  # fmt: skip
     assert done.status == 0, done.err
     (row,) = json.loads(done.out)
-    assert (row["prefix"], row["cached_tokens"]) == ("offloaded", 640)
+    assert row["prefix"] == "offloaded"
+    assert 512 <= row["cached_tokens"] < 700
 
 
 @pytest.mark.parametrize(

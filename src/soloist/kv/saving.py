@@ -315,7 +315,8 @@ class SavedChunks:
             into = self._make_buffer(self._bytes_of(len(link.tokens)))
             return into if self.folder.read(link, into) else None
         except Damaged as damaged:
-            log.warning("a saved chunk of a prompt was damaged and is deleted: %s", damaged)
+            # Its text: whoever keeps the record would keep all that the traceback holds.
+            log.warning("a saved chunk of a prompt was damaged and is deleted: %s", str(damaged))
             self._count(damaged=1)
         except Exception:  # such as no memory: the prompt is read as if nothing were saved
             log.exception("a saved chunk of a prompt cannot be read")

@@ -7,13 +7,18 @@ Windows meet between two words of the tokenizer's pre-tokenizer. A pattern witho
 its words from left to right, and what it finds after a word does not depend on what came before. So
 a window that begins where a word begins has the words of the whole text, but for the last ones,
 which the next window reads again. Knows tokenizers, not models.
+
+An agent sends its whole conversation with every step. Windows begin at the same characters as long
+as a text begins alike, so those of the step before are found among the latest ones.
 """
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -27,6 +32,13 @@ _WINDOW = 16_384
 # Words and characters at a window's end that are read again: what its cut end may have changed. No
 # pattern looks further than over runs of one kind of character, and each run is a word or two.
 _UNSURE_WORDS, _UNSURE_CHARACTERS = 16, 512
+# Windows that are kept: 8 million characters, in some 20 to 50 MB.
+_KEPT_WINDOWS = 512
+
+
+class _Window(NamedTuple):
+    ids: "array[int]"  # of its sure words
+    num_characters: int  # of these
 
 
 class Pieces:
@@ -42,6 +54,7 @@ class Pieces:
             (len(token.content) for token in backend.get_added_tokens_decoder().values()), default=0
         )
         self.is_exact = _is_exact(backend)
+        self._kept = lru_cache(_KEPT_WINDOWS)(self._encode)
 
     def split(self, text: str, window: int | None = None) -> Iterator[list[int]]:
         """The ids of `text` without special tokens around it, some at a time.
@@ -55,15 +68,24 @@ class Pieces:
         size, start = max(window or _WINDOW, 4 * unsure), 0
         width = size
         while len(text) - start > width and self.is_exact:
-            found = self._backend.encode(text[start : start + width], add_special_tokens=False)
-            cut = _last_sure_word(found, width - unsure)
-            if cut is None:  # one endless word: what holds it whole says what it is
+            # Wider ones are seldom, and kept they would take as much memory as a client likes.
+            encode = self._kept if width == size else self._encode
+            found = encode(text[start : start + width], width - unsure)
+            if found is None:  # one endless word: what holds it whole says what it is
                 width *= 2
                 continue
-            yield found.ids[:cut]
-            start += found.offsets[cut][0]
+            yield found.ids.tolist()
+            start += found.num_characters
             width = size
         yield self._backend.encode(text[start:], add_special_tokens=False).ids
+
+    def _encode(self, text: str, most_characters: int) -> _Window | None:
+        """One window's sure words, in so many characters; None if no word ends there."""
+        found = self._backend.encode(text, add_special_tokens=False)
+        cut = _last_sure_word(found, most_characters)
+        if cut is None:
+            return None
+        return _Window(array("I", found.ids[:cut]), found.offsets[cut][0])
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:

@@ -70,6 +70,30 @@ def test_windows_change_no_id(make, monkeypatch) -> None:
     assert num_pieces > 300
 
 
+def test_a_text_that_goes_on_is_encoded_from_where_it_went_on(monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "_WINDOW", 2100)
+    backend, read = etude(), []
+
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def encode(self, text, **options):
+            read.append(len(text))
+            return backend.encode(text, **options)
+
+    own, rng = Pieces(Counted()), random.Random(3)
+    bits = [bit for bit in BITS if len(bit) < 500]  # no window has to be wider
+    text, sums = "".join(rng.choices(bits, k=3000)), []
+    for _ in range(4):
+        read.clear()
+        assert [i for part in own.split(text) for i in part] == backend.encode(text).ids
+        sums.append(sum(read))
+        text += "".join(rng.choices(bits, k=100))
+    assert sums[0] > 20_000
+    assert all(count < 12_000 for count in sums[1:])
+
+
 def test_what_depends_on_the_text_before_is_encoded_whole() -> None:
     with_prefix = trained(pre_tokenizers.ByteLevel(add_prefix_space=True))
     normalised, stripping, sentence = gpt2(), gpt2(), gpt2()
