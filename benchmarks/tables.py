@@ -283,7 +283,7 @@ def h200_kv() -> str:
 
 
 def h200_kept() -> str:
-    """Long prompts of which others kept a part or nothing: both ways of attention, two GPUs."""
+    """Long prompts of which others kept a part or nothing: both ways, two GPUs, vLLM."""
     found: dict[tuple[str, int, int], dict[str, str]] = {}
     for file in ("h200-kept-prompts.json", "2-h200-kept-prompts.json"):
         for r in rows_of(file, "prefill"):
@@ -291,12 +291,43 @@ def h200_kept() -> str:
             library = "--no-page-attention" in r["command"].split()
             way = "library" if library else f"pages, {r['gpus']}"
             found.setdefault(name, {})[way] = f"{r['ttft_ms']['median']:,.1f}"
+    for r in rows_of("h200-rivals-kept-prompts.json", "rival"):
+        name = r["shape"], int(r["prompt_tokens"]), int(r["kept_tokens"])
+        found[name]["vLLM"] = f"{r['ttft_ms']['median']:,.1f}"
+    ways = ("pages, 1", "library", "pages, 2", "vLLM")
     cells = [
-        (shape, f"{tokens:,}", f"{kept:,}", of["pages, 1"], of["library"], of["pages, 2"])
+        (shape, f"{tokens:,}", f"{kept:,}", *(of[way] for way in ways))
         for (shape, tokens, kept), of in found.items()
     ]
     headings = ("shape", "prompt tokens", "of them cached", "ms from pages", "ms by the library")
-    return table((*headings, "ms from pages, two GPUs"), cells)
+    return table((*headings, "ms from pages, two GPUs", "ms of vLLM, one GPU"), cells)
+
+
+def h200_contexts() -> str:
+    """Prompts that come back from the host's memory or from files, and a prompt beside a stream."""
+    where = {
+        "offloaded": "in the host's memory", "saved": "in files", "cold": "nowhere; a stream beside"
+    }  # fmt: skip
+    cells = []
+    for r in rows_of("h200-contexts.json", "prefill"):
+        gap = r["longest_gap_ms"]
+        cells.append((
+            r["shape"], where[r["prefix"]], f"{r['prompt_tokens']:,}", f"{r['cached_tokens']:,}",
+            f"{r['ttft_ms']['median']:,.1f}", "–" if gap is None else f"{gap['median']:.1f}",
+        ))  # fmt: skip
+    headings = ("shape", "the prompt is", "tokens", "of them cached", "ms to the first token")
+    return table((*headings, "longest gap of the stream, ms"), cells, 2)
+
+
+def h200_agent() -> str:
+    """A long conversation, step by step."""
+    (row,) = rows_of("h200-agent.json", "agent")
+    cells = [
+        (str(number), f"{turn['prompt_tokens']:,}", f"{turn['cached_tokens']:,}",
+         f"{turn['new_tokens']}", f"{turn['step_ms']:,.0f}")
+        for number, turn in enumerate(row["by_turn"], 1)
+    ]  # fmt: skip
+    return table(("step", "prompt tokens", "of them cached", "new tokens", "ms"), cells)
 
 
 def h200_predictions() -> str:
@@ -613,6 +644,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-quantized": h200_quantized,
     "h200-gguf": h200_gguf,
     "h200-experts": h200_experts,
+    "h200-agent": h200_agent,
+    "h200-contexts": h200_contexts,
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
