@@ -358,6 +358,19 @@ def test_the_kept_child_stays_the_same(looping) -> None:
         assert len(found) <= 2, "a fork costs more than a request"
 
 
+def test_a_long_conversation_is_read_by_the_child_that_read_its_beginning(files) -> None:
+    said = "x = 1\n" * (LARGE_BYTES // 6)
+    with prepared(files) as preparation:
+        found = set()
+        for step in range(4):
+            body = orjson.dumps({"prompt": said + f"print({step})\n" * step})
+            assert isinstance(ask(preparation, body, JOBS["tokenize"]), bytes)
+            found |= {p.pid for p in children_of(preparation)}
+        assert len(found) == 1
+        assert ask(preparation, orjson.dumps(TEXT | {"guided_regex": "[ab]+"})).grammar
+        assert len(children_of(preparation)) == 2, "one that gives way reads no short requests"
+
+
 def test_processes_end_with_the_server_however_it_ends(tmp_path: Path, files) -> None:
     script = tmp_path / "server.py"
     script.write_text(

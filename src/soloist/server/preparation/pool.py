@@ -1,8 +1,9 @@
 """The server's side of preparation: hands bodies to children and waits, never longer than bounded.
 
 What a few milliseconds bound is done at once. Other short bodies go to children that stay. A
-request that turns out to be slow keeps its child, and its place is given to the next one. A long
-body gets a child of its own, of which few run at once.
+request that turns out to be slow keeps its child, and its place is given to the next one. Long
+bodies go to children of their own, of which few run at once. These stay, too: an agent sends its
+conversation again with every step, and a child knows the tokens of what it has read.
 """
 
 import asyncio
@@ -99,6 +100,7 @@ class Preparation:
         self._quick = QuickProcessor(processor)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
+        self._idle_long: list[_Child] = []
         self._num_children = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -154,7 +156,7 @@ class Preparation:
                 return run(job, self._quick, self._names, b"".join(parts))
         if length > LARGE_BYTES:
             async with self._long:
-                told = await self._anew(job, parts, length)
+                told = await self._by_any(self._idle_long, job, parts, length)
         else:
             told = await self._in_turn(job, parts, length)
         if isinstance(told, Problem):
@@ -176,7 +178,7 @@ class Preparation:
 
         slow = asyncio.get_running_loop().call_later(SLOW_WALL_S, leave_early)
         try:
-            return await self._by_any(job, parts, length)
+            return await self._by_any(self._idle, job, parts, length)
         finally:
             slow.cancel()
             if is_slow:
@@ -184,22 +186,22 @@ class Preparation:
             else:
                 self._short.release()
 
-    async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
-        """Read a body by a child that waits, if one does."""
-        told = await self._ask(self._idle.pop(), job, parts, length) if self._idle else None
-        # The child may have ended before.
-        return await self._anew(job, parts, length) if told is None else told
-
-    async def _anew(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
-        """Read a body by a new child."""
+    async def _by_any(
+        self, idle: list[_Child], job: Job[Any], parts: Sequence[bytes], length: int
+    ) -> object:
+        """Read a body by a child that waits among `idle`, if one does; else by a new one."""
+        told = await self._ask(idle.pop(), idle, job, parts, length) if idle else None
+        if told is not None:
+            return told
+        # There was none, or it had ended before.
         child, began = await self._fork(), time.monotonic()
-        told = await self._ask(child, job, parts, length)
+        told = await self._ask(child, idle, job, parts, length)
         return ended_early(length, time.monotonic() - began) if told is None else told
 
     async def _ask(
-        self, child: _Child, job: Job[Any], parts: Sequence[bytes], length: int
+        self, child: _Child, idle: list[_Child], job: Job[Any], parts: Sequence[bytes], length: int
     ) -> object:
-        """What came of a body; None where the child has ended."""
+        """What came of a body; None where the child has ended, which else waits among `idle`."""
         stays = False
         try:
             async with asyncio.timeout(wall_s(length)):
@@ -209,7 +211,7 @@ class Preparation:
         finally:
             # Also where the client has gone or the server ends: nobody waits for it any more.
             if stays and not self._closed.is_set():
-                self._idle.append(child)
+                idle.append(child)
             else:
                 self._end(child)
         return told
@@ -245,8 +247,10 @@ class Preparation:
         process, control = self._process, self._control
         if process is None:
             return
-        while self._idle:
-            self._idle.pop().connection.close()
+        for child in (*self._idle, *self._idle_long):
+            child.connection.close()
+        self._idle.clear()
+        self._idle_long.clear()
         if control is None:
             process.kill()  # it is still loading
         else:
