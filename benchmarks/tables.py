@@ -221,17 +221,23 @@ def etude_kv() -> str:
 
 
 def etude_kv_positions() -> str:
-    """The same texts by position: NLL in fp32, and what each format adds."""
+    """The same texts by position: NLL in fp32, what each format adds, and its KL."""
     found = rows_of("etude-kv-cpu.json", "accuracy")
     cells = []
     for parts in zip(*(r["by_position"] for r in found), strict=True):
         first = parts[0]
         exact = first["nll"] - first["nll_difference"]
         added = [
-            f"{part['nll_difference']:+.4f} ± {part['nll_standard_error']:.4f}" for part in parts
+            cell
+            for part in parts
+            for cell in (
+                f"{part['nll_difference']:+.4f} ± {part['nll_standard_error']:.4f}",
+                f"{part['mean_kl']:.5f}",
+            )
         ]
         cells.append((f"{first['first']:,} … {first['stop'] - 1:,}", f"{exact:.3f}", *added))
-    return table(("positions", "NLL, fp32", *(str(r["kv"]) for r in found)), cells)
+    names = [name for r in found for name in (str(r["kv"]), "KL")]
+    return table(("positions", "NLL, fp32", *names), cells)
 
 
 def h200_quantized() -> str:
