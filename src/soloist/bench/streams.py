@@ -58,8 +58,9 @@ def read_beside(
         RequestError, DeviceError: a request failed.
     """
     core = EngineCore(executor, most_waiting=num_streams + 1)
-    streams = [_request(_own_prompt(i, vocab_size), vocab_size, most_tokens - _PROMPT_TOKENS)
-               for i in range(num_streams)]  # fmt: skip
+    most_new = most_tokens - _PROMPT_TOKENS
+    prompts = [_own_prompt(number, vocab_size) for number in range(num_streams)]
+    streams = [_request(prompt, vocab_size, most_new) for prompt in prompts]
     reader: Request | None = None
     for stream in streams:
         core.submit(stream)
@@ -73,7 +74,7 @@ def read_beside(
             for stream in streams:
                 stream.cancel()
     told = [_timings(stream) for stream in streams]
-    if reader is None or any(t.new_tokens >= most_tokens - _PROMPT_TOKENS for t in told):
+    if reader is None or any(t.new_tokens >= most_new for t in told):
         raise SettingError(
             "--streams", num_streams,
             f"0 with so long a prompt: {most_tokens:,} tokens of a stream took less time",

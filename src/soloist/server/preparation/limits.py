@@ -2,7 +2,7 @@
 
 from soloist.server.problems import Problem
 
-# Longer bodies are read by a process of their own, after those before them.
+# Longer bodies are read by processes of their own, after those before them.
 LARGE_BYTES = 256 * 2**10
 
 # Of bodies that are read at once: their texts take a few milliseconds.
