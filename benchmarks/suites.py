@@ -258,7 +258,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "etude-kv-cpu.json": File(
             tuple(
-                f"bench accuracy etude --device cpu --precision fp32 --kv {kv} --positions 8192"
+                f"bench accuracy etude --device cpu --precision fp32 --kv {kv} --positions 32768"
                 for kv in ("int8", "fp8", "int4")
             )
         ),
