@@ -21,7 +21,12 @@ from soloist.server.held import MOST_LARGEST
 from soloist.server.preparation import pool as pool_module
 from soloist.server.preparation.bounds import BOUNDS, bound_of
 from soloist.server.preparation.jobs import CHATS, COMPLETIONS, JOBS, run
-from soloist.server.preparation.limits import LARGE_BYTES, cpu_s, memory_bytes
+from soloist.server.preparation.limits import (
+    CONVERSATION_BYTES,
+    LARGE_BYTES,
+    cpu_s,
+    memory_bytes,
+)
 from soloist.server.preparation.pool import Preparation
 from soloist.server.problems import Problem
 from soloist.server.serve import Server
@@ -34,6 +39,7 @@ TEXT = {"model": "gpt", "prompt": "def f", "max_tokens": 3}
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = (
     "{% if loops %}" + LOOP + "{% endif %}"
+    "{% for i in range(rounds or 0) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
     "{% if times %}{{ 'a' * times }}{% endif %}"
     "{% if power %}{{ (power ** power) | string | length }}{% endif %}"
     "{% if wide %}{{ 'a' | center(wide) }}{% endif %}"
@@ -368,6 +374,21 @@ def test_a_long_conversation_is_read_by_the_child_that_read_its_beginning(files)
             found |= {p.pid for p in children_of(preparation)}
         assert len(found) == 1
         assert ask(preparation, orjson.dumps(TEXT | {"guided_regex": "[ab]+"})).grammar
+        assert len(children_of(preparation)) == 2, "one that gives way reads no short requests"
+
+
+def test_a_slow_conversation_keeps_its_child(looping) -> None:
+    """A template that takes a while stands for a long text."""
+    slow = CHAT | {"chat_template_kwargs": {"rounds": 2000}}
+    with prepared(looping) as preparation:
+        found = set()
+        for _ in range(3):
+            body = orjson.dumps(slow) + b" " * CONVERSATION_BYTES
+            assert ask(preparation, body, CHATS).prompts
+            found |= {p.pid for p in children_of(preparation)}
+        assert len(found) == 1
+        assert os.getpriority(os.PRIO_PROCESS, found.pop()) > 10, "it has given way"
+        assert ask(preparation, orjson.dumps(CHAT), CHATS).prompts
         assert len(children_of(preparation)) == 2, "one that gives way reads no short requests"
 
 

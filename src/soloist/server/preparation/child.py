@@ -15,6 +15,7 @@ from pathlib import Path
 
 from soloist.server.preparation.jobs import JOBS, run
 from soloist.server.preparation.limits import (
+    CONVERSATION_BYTES,
     LARGE_BYTES,
     SLOW_CPU_S,
     cpu_s,
@@ -46,14 +47,15 @@ def serve(connection: socket.socket, processor: Processor, names: Sequence[str])
     limits, gives_way = _Limits(), _GivesWay()
     while (head := receive(connection, REQUEST.size)) is not None:
         length, kind = REQUEST.unpack(head)
-        gives_way.watch(is_large=(is_large := length > LARGE_BYTES))
+        gives_way.watch(is_large=length > LARGE_BYTES)
         limits.begin(length)
         if (body := receive(connection, length)) is None:
             return
         outcome = _outcome(kind, body, processor, names)
         del body
-        # Nobody may become less nice again: who has given way stays for long ones alone.
-        stays = (is_large or not gives_way.has_given) and limits.grown_bytes <= _GROWN_BYTES
+        # Nobody may become less nice again: who has given way stays for conversations alone.
+        may_stay = length > CONVERSATION_BYTES or not gives_way.has_given
+        stays = may_stay and limits.grown_bytes <= _GROWN_BYTES
         send_message(connection, pickle.dumps((outcome, stays), pickle.HIGHEST_PROTOCOL))
         if not stays:
             return

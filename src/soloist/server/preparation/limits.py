@@ -5,6 +5,10 @@ from soloist.server.problems import Problem
 # Longer bodies are read by processes of their own, after those before them.
 LARGE_BYTES = 256 * 2**10
 
+# Longer ones are conversations, mostly, which come again with every step: who has read one stays
+# for others, and has its tokens.
+CONVERSATION_BYTES = 32 * 2**10
+
 # Of bodies that are read at once: their texts take a few milliseconds.
 QUICK_BYTES = 8 * 2**10
 

@@ -1,9 +1,10 @@
 """The server's side of preparation: hands bodies to children and waits, never longer than bounded.
 
 What a few milliseconds bound is done at once. Other short bodies go to children that stay. A
-request that turns out to be slow keeps its child, and its place is given to the next one. Long
-bodies go to children of their own, of which few run at once. These stay, too: an agent sends its
-conversation again with every step, and a child knows the tokens of what it has read.
+request that turns out to be slow keeps its child, and its place is given to the next one. Few long
+bodies are read at once. Conversations go to children of their own, which stay however slow they
+were: an agent sends its conversation again with every step, and a child knows the tokens of what it
+has read.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from soloist.device import usable_cores
 from soloist.errors import PreparationFailed
 from soloist.server.preparation.jobs import JOBS, Job, run
 from soloist.server.preparation.limits import (
+    CONVERSATION_BYTES,
     LARGE_BYTES,
     QUICK_BYTES,
     SLOW_WALL_S,
@@ -100,7 +102,7 @@ class Preparation:
         self._quick = QuickProcessor(processor)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
-        self._idle_long: list[_Child] = []
+        self._idle_with_conversations: list[_Child] = []
         self._num_children = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -156,7 +158,7 @@ class Preparation:
                 return run(job, self._quick, self._names, b"".join(parts))
         if length > LARGE_BYTES:
             async with self._long:
-                told = await self._by_any(self._idle_long, job, parts, length)
+                told = await self._by_any(job, parts, length)
         else:
             told = await self._in_turn(job, parts, length)
         if isinstance(told, Problem):
@@ -178,7 +180,7 @@ class Preparation:
 
         slow = asyncio.get_running_loop().call_later(SLOW_WALL_S, leave_early)
         try:
-            return await self._by_any(self._idle, job, parts, length)
+            return await self._by_any(job, parts, length)
         finally:
             slow.cancel()
             if is_slow:
@@ -186,10 +188,10 @@ class Preparation:
             else:
                 self._short.release()
 
-    async def _by_any(
-        self, idle: list[_Child], job: Job[Any], parts: Sequence[bytes], length: int
-    ) -> object:
-        """Read a body by a child that waits among `idle`, if one does; else by a new one."""
+    async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
+        """Read a body by a child that waits for such ones, if one does; else by a new one."""
+        has_conversations = length > CONVERSATION_BYTES
+        idle = self._idle_with_conversations if has_conversations else self._idle
         told = await self._ask(idle.pop(), idle, job, parts, length) if idle else None
         if told is not None:
             return told
@@ -247,10 +249,10 @@ class Preparation:
         process, control = self._process, self._control
         if process is None:
             return
-        for child in (*self._idle, *self._idle_long):
-            child.connection.close()
-        self._idle.clear()
-        self._idle_long.clear()
+        for idle in (self._idle, self._idle_with_conversations):
+            for child in idle:
+                child.connection.close()
+            idle.clear()
         if control is None:
             process.kill()  # it is still loading
         else:
