@@ -3,8 +3,8 @@
 One Hopper GPU. Every matrix of a shape's layers is multiplied with so many tokens: row by row by
 torch (and gate_up by Soloist's kernel where prompts take that), and as it is packed, in every
 variant of the kernel: tokens of a tile, groups of warps, weights through shared memory or straight
-to registers, fragments of a tile of rows. Layers take turns, in a CUDA graph, so that weights come
-from memory. Weights are random; nothing here is a speed of a whole prompt.
+to registers, blocks of a cluster, fragments of a tile of rows. Layers take turns, in a CUDA graph,
+so that weights come from memory. Weights are random; nothing here is a speed of a whole prompt.
 
 `--compile` builds all kernels into the cache and needs no GPU: do it before a GPU is borrowed.
 """
@@ -39,6 +39,7 @@ from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import THREADS
 from soloist.prefill.packed_form import (
     ARCH,
+    CLUSTERS,
     MOST_PARTED_TOKENS,
     WIDTHS,
     Form,
@@ -92,11 +93,13 @@ class Case:
             for groups in (2, 1):
                 yield replace(form, groups=groups)
                 yield replace(form, groups=groups, direct=True)
+            yield from (replace(form, cluster=count) for count in CLUSTERS[1:])
             if tokens > MOST_PARTED_TOKENS or out is Out.ARRANGED or width < tokens:
                 continue
             yield replace(form, most_slots=form.slots // 2)
             for parts in parts_of(form.columns)[1:]:
-                yield replace(form, out=Out.WIDE, parts=parts)
+                for count in CLUSTERS:
+                    yield replace(form, out=Out.WIDE, parts=parts, cluster=count)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -218,9 +221,10 @@ def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
             multiple=GROUP_FRAGMENTS if form.out is Out.ARRANGED else 1,
         )  # fmt: skip
         for each in sorted({min(even, form.fragments), form.fragments}):
-            tiling, words = tiled(pieces, each, results)
+            tiling, words = tiled(pieces, each, results, form.cluster)
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling)
             how = f"{form.tokens}x{form.groups}{'d' if form.direct else 's'}{form.slots}/{each}"
+            how += f"c{form.cluster}" if form.cluster > 1 else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),
                 how + (f"/{form.parts}" if form.parts > 1 else ""),

@@ -26,6 +26,8 @@ ARCH = "sm_90a"
 WIDTHS = (8, 64, 128, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
+# Blocks of a cluster.
+CLUSTERS = (1, 2, 4)
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
 _MOST_SLOTS = 16
@@ -78,6 +80,7 @@ class Form:
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
         grouped: rows are those of several experts, each with a matrix of its own.
+        cluster: blocks that have the same tokens and share the copying of these, one of `CLUSTERS`.
     """
 
     stored: WeightFormat
@@ -93,6 +96,7 @@ class Form:
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
+    cluster: int = 1
 
     @property
     def fragments(self) -> int:
@@ -139,6 +143,7 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
+            "kCluster": self.cluster,
             "kPackedThreads": self.threads,
             "kPackedSlots": self.slots,
             "kPackedShared": self.shared_bytes,

@@ -21,6 +21,7 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.fragments import fragments, tiled
 from soloist.prefill.packed_form import (
     ARCH,
+    CLUSTERS,
     ENTRY,
     MOST_PARTED_TOKENS,
     ROWS_ENTRIES,
@@ -76,6 +77,8 @@ def test_every_format_compiles_without_spills(kind: str) -> None:
     for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
         # Two chunks of four products a turn.
         assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 8
+    for cluster in CLUSTERS[1:]:
+        compiled(replace(form_of(matrix, Dtype.BF16, 256, Out.VALUES), cluster=cluster))
     compiled(form_of(matrix, Dtype.FP16, 8, Out.WIDE))
     compiled(form_of(matrix, Dtype.BF16, 128, Out.GATED))
 
@@ -142,7 +145,7 @@ def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> 
     stream = torch.cuda.current_stream().cuda_stream
     results = matrix.rows // (2 if gated else 1)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, table = tiled(found, each, results)
+    tiling, table = tiled(found, each, results, form.cluster)
     device, image = torch.device("cuda"), case.image.cuda()
     dtype = torch.float32 if form.out is Out.WIDE else x.dtype
     rows = form.parts * len(x)
@@ -182,12 +185,14 @@ def test_weights_are_what_unpacking_gives_on_the_gpu(kind: str, shape: str, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "direct", "cluster"),
+    [(1, False, 1), (1, True, 1), (2, False, 1), (2, True, 1), (2, False, 2), (2, False, 4)],
+)
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
 def test_products_are_those_of_torch_on_the_gpu(
-    kind: str, dtype: Dtype, groups: int, direct: bool, tmp_path: Path
+    kind: str, dtype: Dtype, groups: int, direct: bool, cluster: int, tmp_path: Path
 ) -> None:
     """A row has the same bits among any number of rows, in tiles of any width."""
     needs_hopper()
@@ -198,7 +203,8 @@ def test_products_are_those_of_torch_on_the_gpu(
     first = None
     for tokens, width in ((2048, 256), (1500, 128), (64, 64), (300, 256), (1, 8)):
         form = form_of(case.operation.matrix, dtype, width, Out.VALUES)
-        form = replace(form, groups=groups, direct=direct)
+        shared = cluster if width > WIDTHS[0] else 1
+        form = replace(form, groups=groups, direct=direct, cluster=shared)
         seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
         first = seen if first is None else first
         assert torch.equal(seen, first[:tokens])
@@ -213,8 +219,9 @@ def test_parts_of_the_columns_are_added_on_the_gpu(kind: str, tmp_path: Path) ->
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(128, 2048, generator=draw, device="cuda").to(torch.bfloat16)
     wanted = x.double() @ case.numbers.cuda().double().T
-    for tokens, parts in ((128, 2), (100, 8), (8, 4)):
+    for tokens, parts, cluster in ((128, 2, 1), (100, 8, 1), (8, 4, 1), (128, 4, 2), (100, 2, 4)):
         width = next(width for width in WIDTHS if width >= tokens)
         form = form_of(case.operation.matrix, Dtype.BF16, width, Out.WIDE)
-        seen = multiplied(case, replace(form, parts=parts), x[:tokens].contiguous(), 8, tmp_path)
+        form = replace(form, parts=parts, cluster=cluster)
+        seen = multiplied(case, form, x[:tokens].contiguous(), 8, tmp_path)
         assert (seen.double() - wanted[:tokens]).norm() <= 4e-3 * wanted[:tokens].norm()

@@ -15,7 +15,7 @@ from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
 from unit.prefill.packed_on_host import built
 
 UNTOUCHED = -7.0
-BLOCKS = 2
+BLOCKS = 4
 
 
 def form(case: Packed, tokens: int, out: Out, **changes: object) -> Form:
@@ -32,7 +32,7 @@ def product(case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: i
     dtype = torch.float32 if own.out is Out.WIDE else x.dtype
     out = torch.full((own.parts * len(x) + 1, pitch), UNTOUCHED, dtype=dtype)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, words = tiled(found, each, results)
+    tiling, words = tiled(found, each, results, own.cluster)
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     arranged = x[:, arranged_columns(matrix.columns)].contiguous()
     image = case.image.contiguous()
@@ -128,6 +128,29 @@ def test_bits_do_not_depend_on_the_tile(kind: str, tmp_path: Path) -> None:
     ]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0][:20], seen[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "out", "each", "parts"),
+    [
+        ("plain", 2, Out.VALUES, 8, 1), ("plain", 4, Out.VALUES, 3, 1),
+        ("int4", 2, Out.VALUES, 5, 1), ("plain", 2, Out.WIDE, 3, 2),
+        pytest.param("fp8-block", 4, Out.VALUES, 8, 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_blocks_of_a_cluster_share_the_copying_of_tokens(
+    kind: str, cluster: int, out: Out, each: int, parts: int, tmp_path: Path
+) -> None:
+    """Also where the last cluster has fewer tiles of rows than blocks."""
+    case = packed_matrix(kind, SHAPES["one block" if parts > 1 else "heads"])
+    x = activations(case, 130)
+    alone, together = (
+        product(
+            case, form(case, 64, out, parts=parts, cluster=count), x, tmp_path / str(count), each
+        )
+        for count in (1, cluster)
+    )
+    assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("plain", 4), ("int4", 4)])

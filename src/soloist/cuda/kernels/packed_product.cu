@@ -8,6 +8,9 @@
 // each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what lies beside it do not
 // matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32. Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
+// kCluster blocks may be a cluster: they have the same tokens and neighbouring tiles of rows, and each has a share of the tokens copied
+// for all of them. So the L2 gives tokens once for a cluster, and a slot is free once all of its blocks have read it.
+//
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
 // matrix. What lies behind a piece's last row is multiplied with it and not written.
@@ -23,6 +26,8 @@
 
 inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
 inline constexpr u32 kTokenBytes = kTokens * kChunkColumns * 2;
+// Of a cluster's tokens, those that each block has copied.
+inline constexpr u32 kShareTokens = kTokens / kCluster, kShareBytes = kTokenBytes / kCluster;
 // Straight to registers weights need no slots.
 inline constexpr u32 kWeightBytes = kDirect ? 0 : kFragments * kFragmentBytes;
 inline constexpr u32 kSlotBytes = kTokenBytes + kWeightBytes;
@@ -35,7 +40,8 @@ inline constexpr u32 kLeavingBytes = kBatch * (kOut == Out::kWide ? kWideRowByte
 static_assert(kPackedShared == kPackedSlots * kSlotBytes + kMultiplyingWarps * kLeavingBytes, "slots and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
 static_assert(kSlotBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
-static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
+static_assert(!kGrouped || (kParts == 1 && kCluster == 1), "rows of an expert are many, and pieces not alike");
+static_assert(kShareBytes * kCluster == kTokenBytes && kShareBytes % 1024 == 0, "equal shares, swizzled in whole kilobytes");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 
 struct Slots {
@@ -67,11 +73,15 @@ struct Tile {
       image = product.image + piece.x * product.expert_bytes;
     } else {
       token = tile % product.token_tiles * kTokens, row_tile = tile / product.token_tiles / kParts;
+      if constexpr (kCluster > 1) row_tile = row_tile * kCluster + cluster_rank();
       part = kParts > 1 ? tile / product.token_tiles % kParts : 0;
       stop = product.tokens, image = product.image;
     }
   }
 };
+// A cluster takes a tile for each of its blocks; `tiles` are as many as clusters take.
+__device__ __forceinline__ u32 first_tile() { return blockIdx.x / kCluster; }
+__device__ __forceinline__ u32 tile_stride() { return gridDim.x / kCluster; }
 __device__ __forceinline__ u32 num_tiles(const Product& product) {
   if constexpr (kGrouped) return *product.num_pieces * product.tiles;
   return product.tiles;
@@ -81,7 +91,7 @@ __device__ __forceinline__ u32 num_tiles(const Product& product) {
 __device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, const Product& product, u32 lane) {
   Turn turn;
 #pragma unroll 1
-  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
+  for (u32 tile = first_tile(), end = num_tiles(product); tile < end; tile += tile_stride()) {
     const Tile own(product, tile);
     Half half{};
     if (!kDirect && lane < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + lane];
@@ -93,7 +103,12 @@ __device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, con
       wait_or_trap(slots.empty + turn.slot * 8, turn.round ^ 1);
       if (lane == 0) {
         mbarrier_expect(full, bytes);
-        load_box(to, x, chunk * kChunkColumns, own.token, full);
+        if constexpr (kCluster == 1) {
+          load_box(to, x, chunk * kChunkColumns, own.token, full);
+        } else {
+          const u32 rank = cluster_rank();
+          load_box_for((1 << kCluster) - 1, to + rank * kShareBytes, x, chunk * kChunkColumns, own.token + rank * kShareTokens, full);
+        }
       }
       __syncwarp();
       if (copies)
@@ -232,13 +247,23 @@ __device__ __forceinline__ void part_from_loads(uint4 (&a)[4], u32 nothing) {
   a[3].w ^= nothing;
 }
 
+// One slot is read. In a cluster that needs no release: its weights are in registers, the tensor cores have read its tokens, and no
+// other warp is spoken for.
+__device__ __forceinline__ void give_back(const Slots& slots, u32 slot, u32 lane) {
+  if constexpr (kCluster == 1) {
+    if (lane == 0) mbarrier_arrive(slots.empty + slot * 8);
+  } else if (lane < kCluster) {
+    arrive_relaxed(address_in(lane, slots.empty) + slot * 8);
+  }
+}
+
 // A warp of those that multiply. Its weights of a chunk become operands while the tensor cores multiply by those of the chunk before, whose
 // registers and slot are free once its products are done.
 __device__ __forceinline__ void multiply(const Slots& slots, const Product& product, u32 results, u32 warp, u32 lane) {
   const u32 shared = results + warp * kLeavingBytes;
   Turn turn;
 #pragma unroll 1
-  for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
+  for (u32 tile = first_tile(), tiles = num_tiles(product); tile < tiles; tile += tile_stride()) {
     const Tile place(product, tile);
     const u32 start = place.part * kPartChunks, end = start + kPartChunks;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
@@ -279,7 +304,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
         commit_products();
         wait_for_products<1>();
       }
-      if (chunk > start && lane == 0) mbarrier_arrive(slots.empty + before * 8);
+      if (chunk > start) give_back(slots, before, lane);
       before = turn.slot;
       turn.next();
     };
@@ -290,7 +315,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
     }
     if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0]);
     wait_for_products<0>();
-    if (lane == 0) mbarrier_arrive(slots.empty + before * 8);
+    give_back(slots, before, lane);
     if (!is_active) continue;
     take_sums(sums);
     Product to = product;
@@ -305,7 +330,7 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
   }
 }
 
-// One block an SM at most. The box of x's map: kTokens × kChunkColumns.
+// One block an SM at most. The box of x's map: kShareTokens × kChunkColumns.
 extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -318,16 +343,21 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
 #pragma unroll
     for (u32 i = 0; i < kPackedSlots; ++i) {
       mbarrier_init(slots.full + i * 8, 1);
-      mbarrier_init(slots.empty + i * 8, kMultiplyingWarps);
+      mbarrier_init(slots.empty + i * 8, kCluster * kMultiplyingWarps);
     }
     publish_barriers();
   }
-  __syncthreads();
+  if constexpr (kCluster == 1) __syncthreads();
+  else meet_cluster();
   if (warp >= kMultiplyingWarps) {
     if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
     if (warp == kMultiplyingWarps) load(slots, x, product, lane);
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
     multiply(slots, product, data + kPackedSlots * kSlotBytes, warp, lane);
+  }
+  if constexpr (kCluster > 1) {
+    __syncwarp();
+    meet_cluster();  // other blocks may still copy and arrive here
   }
 }
