@@ -176,9 +176,10 @@ class Nobody(Communicator):
 
     def attention_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
         """See the base class."""
-        norm = self._operations.layers[layer].attention_norm
-        deltas = self._deltas(layer - 1, rows.buffers) if layer else []
-        self._operations.add_norm(rows.buffers.residual, deltas, norm, rows.buffers.normed)
+        b, norm = rows.buffers, self._operations.layers[layer].attention_norm
+        deltas = self._deltas(layer - 1, b) if layer else []
+        arranged = self._work.products.takes_arranged(f"layers.{layer}.qkv")
+        self._operations.add_norm(b.residual, deltas, norm, b.normed, arranged=arranged)
         yield from ()
 
     def output(self, module: int, rows: Rows) -> Tensor:
@@ -189,7 +190,10 @@ class Nobody(Communicator):
         """See the base class; the next norm adds the same again."""
         b, norm = rows.buffers, self._operations.layers[layer].mlp_norm
         deltas = self._deltas(layer, b)[:1]
-        self._operations.add_norm(b.residual, deltas, norm, b.normed, keeps=False)
+        arranged = self._work.products.takes_arranged(f"layers.{layer}.gate_up")
+        self._operations.add_norm(
+            b.residual, deltas, norm, b.normed, keeps=False, arranged=arranged
+        )
         yield from ()
 
     def last_row(self, rows: Rows, chunk: Chunk) -> Rows:
@@ -203,9 +207,12 @@ class Nobody(Communicator):
         """See the base class."""
         b, config = rows.buffers, self._work.config
         deltas = self._deltas(config.num_layers - 1, b)
-        self._operations.add_norm(b.residual, deltas, self._operations.final_norm, b.normed)
-        name = "embedding" if config.tied_head else "head"
-        self._work.products.multiply(b.normed, name, self._work.logits)
+        name, products = "embedding" if config.tied_head else "head", self._work.products
+        self._operations.add_norm(
+            b.residual, deltas, self._operations.final_norm, b.normed,
+            arranged=products.takes_arranged(name),
+        )  # fmt: skip
+        products.multiply(products.factor(b.normed, name), name, self._work.logits)
         yield from ()
 
     def _deltas(self, layer: int, b: Buffers) -> list[Delta]:

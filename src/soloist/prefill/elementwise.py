@@ -20,6 +20,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.rope import Rope
 from soloist.prefill.attention import attend
+from soloist.prefill.fragments import arranged_columns
 from soloist.reference.blocks import Rotary
 
 Vectors = Mapping[str, Tensor]
@@ -189,11 +190,13 @@ class Elementwise(ABC):
         out: Tensor,
         *,
         keeps: bool = True,
+        arranged: bool = False,
     ) -> None:
         """`residual` [T, H] += up to two `deltas`; `out` = its RMS norm times `weight`.
 
-        Unless it `keeps` the sum, `residual` stays as it is: the next call adds the same again,
-        which moves fewer bytes than writing the sum and reading it.
+        Columns that are `arranged` are in the order of `Products.takes_arranged`. Unless it `keeps`
+        the sum, `residual` stays as it is: the next call adds the same again, which moves fewer
+        bytes than writing the sum and reading it.
         """
 
     def tell(self, reach: Reach) -> None:  # noqa: B027 - where one queue has everything in order
@@ -316,6 +319,7 @@ class TorchElementwise(Elementwise):
         out: Tensor,
         *,
         keeps: bool = True,
+        arranged: bool = False,
     ) -> None:
         """See the base class."""
         total = residual
@@ -323,7 +327,8 @@ class TorchElementwise(Elementwise):
             total = total + _biased(delta.product, delta.bias)
         if keeps:
             residual.copy_(total)
-        out.copy_(rms_norm(total, weight, self.config.norm_epsilon))
+        norm = rms_norm(total, weight, self.config.norm_epsilon)
+        out.copy_(norm[:, arranged_columns(norm.shape[1])] if arranged else norm)
 
     def sum_norm(
         self, reach: Reach, own: OwnRows, bias: Tensor | None, weight: Tensor, *, has_parts: bool

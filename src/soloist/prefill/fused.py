@@ -33,6 +33,7 @@ from soloist.prefill.elementwise import (
     Vectors,
 )
 from soloist.prefill.first_attention import FirstAttention
+from soloist.prefill.fragments import ARRANGED_COLUMNS
 from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import AWAIT_NS, THREADS
 from soloist.prefill.page_attention import PageAttention
@@ -47,7 +48,7 @@ _GATHERING_BLOCKS = 1024
 _CODES_BLOCKS = 4096
 
 
-_ENTRIES = ("embed", "add_norm", "qkv_rope_store", "gather", "silu_mul")
+_ENTRIES = ("embed", "add_norm", "add_norm_arranged", "qkv_rope_store", "gather", "silu_mul")
 _OF_RANKS = ("tell", "await", "sum_norm")
 # Words of `Meeting` before those of the ranks, and the one that says that nobody is waited for.
 _MEETING_WORDS, _OPEN_AT = 3, 2
@@ -220,13 +221,16 @@ class FusedElementwise(Elementwise):
         out: Tensor,
         *,
         keeps: bool = True,
+        arranged: bool = False,
     ) -> None:
         """See the base class."""
         added = [x for delta in deltas for x in delta]
         tensors = (residual, *added, *[None] * (4 - len(added)), weight, out)
         does_keep = ctypes.c_uint32(keeps and bool(deltas))
         args: tuple[ctypes.c_void_p | ctypes.c_uint32, ...] = (*map(pointer, tensors), does_keep)
-        self._launch("add_norm", residual.shape[0], args)
+        assert not arranged or residual.shape[1] % ARRANGED_COLUMNS == 0, "whole groups of columns"
+        entry = "add_norm_arranged" if arranged else "add_norm"
+        self._launch(entry, residual.shape[0], args)
 
     def tell(self, reach: Reach) -> None:
         """See the base class."""

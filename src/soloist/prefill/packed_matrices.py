@@ -166,7 +166,11 @@ class PackedMatrices(Products):
         kind = Out.WIDE if out.dtype is torch.float32 else Out.VALUES
         self._launch(x, name, out, kind, first)
 
-    def gated(self, x: Tensor, name: str, out: Tensor) -> Factor | None:
+    def takes_arranged(self, name: str) -> bool:
+        """See Products; codes in an order of their own meet columns in that."""
+        return name not in self._columns
+
+    def gated(self, x: Factor, name: str, out: Tensor) -> Factor | None:
         """See Products; neurons leave as `down` reads them, if it reads them in their order."""
         operation = self.operation(name)
         if operation.matrix.order is not RowOrder.PAIRED:

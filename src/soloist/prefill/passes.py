@@ -63,14 +63,14 @@ class Pass:
         yield from communicator.attention_input(layer, rows, chunk)
         # Where nobody reads the queries of all tokens they are not multiplied.
         first = self.keys_at if narrowing is Narrowing.QUERIES else 0
-        products.multiply(b.normed, names.qkv, b.qkv, first)
+        products.multiply(products.factor(b.normed, names.qkv), names.qkv, b.qkv, first)
         self._work.operations.qkv_rope_store(b.qkv, layer, chunk, heads)
         if is_last and not want_logits:
             return
         if narrowing is Narrowing.QUERIES:
             rows = communicator.last_row(rows, chunk)
             b = rows.buffers
-            products.multiply(b.normed, names.qkv, b.qkv)
+            products.multiply(products.factor(b.normed, names.qkv), names.qkv, b.qkv)
             own = _heads(b)
             self._work.operations.qkv_rope_store(b.qkv, layer, chunk.last_alone(), own)
             attended = self._attention.of_last(layer, chunk, own.queries, heads)
@@ -124,10 +124,11 @@ class Pass:
         assert mlp is not None, "all tokens take an MLP"
         b = b.of_layer(mlp.intermediate_size)
         name, bias = self.names[layer].gate_up, operations.layers[layer].gate_up_bias
-        if bias is None and (activated := products.gated(b.normed, name, b.activated)) is not None:
+        factor = products.factor(b.normed, name)
+        if bias is None and (activated := products.gated(factor, name, b.activated)) is not None:
             return activated
         if not products.in_rows:
-            products.multiply(b.normed, name, b.gate_up)
+            products.multiply(factor, name, b.gate_up)
             operations.silu_mul(b.gate_up, bias, b.activated)
             return b.activated
         matrix = products.matrix(name)

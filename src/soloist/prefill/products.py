@@ -55,6 +55,14 @@ class Products:
         alignment = min(matrix.data_ptr() & -matrix.data_ptr(), _MOST_ALIGNMENT)
         return matrix.shape[-1], (alignment, tuple(matrix.shape))
 
+    def takes_arranged(self, name: str) -> bool:  # noqa: ARG002 - libraries take their order
+        """Whether a matrix is multiplied quickest by factors whose columns are `Arranged`."""
+        return False
+
+    def factor(self, x: Tensor, name: str) -> Factor:
+        """`x`, written in the order that `takes_arranged` says, as the matrix's factor."""
+        return Arranged(x) if self.takes_arranged(name) else x
+
     def look_up(self, ids: Tensor, residual: Tensor) -> bool:  # noqa: ARG002 - tables lie in rows
         """Rows of the embedding as the residual stream, [T, H] fp32.
 
@@ -63,7 +71,7 @@ class Products:
         """
         return False
 
-    def gated(self, x: Tensor, name: str, out: Tensor) -> Factor | None:  # noqa: ARG002 - the same
+    def gated(self, x: Factor, name: str, out: Tensor) -> Factor | None:  # noqa: ARG002 - the same
         """silu(gate) · up of `x`'s product with a gate_up that has no bias, in `out` [T, F].
 
         Returns:

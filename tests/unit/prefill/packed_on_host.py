@@ -216,6 +216,7 @@ extern "C" void run_add_parts(const float4* parts, uint2* out, u32 num_parts, u3
     for (threadIdx.x = 0; threadIdx.x < 256; ++threadIdx.x)
       add_parts(parts, out, num_parts, count, wide);
 }
+extern "C" u32 place_of_word(u32 word) { return arranged_word(word); }
 extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, float4* residual,
                             u32 row_values, u32 tokens) {
   for (blockIdx.x = 0; blockIdx.x < tokens; ++blockIdx.x)

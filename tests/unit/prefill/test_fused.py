@@ -1,6 +1,7 @@
 """CUDA kernels against the torch definition, operation by operation and in a whole prompt."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from soloist.model.families import read_config
 from soloist.parallel.share import Share, share_of
 from soloist.prefill import elementwise
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise, Heads, TorchElementwise
+from soloist.prefill.fragments import arranged_columns
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.gate_up import (
     ENTRY,
@@ -231,6 +233,27 @@ def test_operations(
         seen["pool"] = e.pool.tensor
     for what, wanted in results[1].items():
         close(results[0][what], wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [32, 96, 4096])
+def test_norms_may_leave_arranged(hidden: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The values of norms that do not, in the order in which packed matrices take them."""
+    config = replace(MODELS["biases"], hidden_size=hidden)
+    weights = on_cuda(random_weights(config))
+    own = fused(tmp_path)(config, vectors(weights), cuda_pool(config, dtype))
+    own.start()
+    torch.manual_seed(0)
+    residual = torch.randn(7, hidden, device="cuda")
+    is_wide = residual_streams_of(config).wide_products(elementwise.DTYPES[dtype])
+    product = torch.randn_like(residual).to(torch.float32 if is_wide else dtype)
+    delta = Delta(product, own.layers[0].attention_output_bias)
+    plain, arranged = (torch.empty(7, hidden, device="cuda", dtype=dtype) for _ in range(2))
+    norm = own.layers[0].mlp_norm
+    own.add_norm(residual, [delta], norm, plain, keeps=False)
+    own.add_norm(residual, [delta], norm, arranged, keeps=False, arranged=True)
+    assert torch.equal(arranged, plain[:, arranged_columns(hidden)])
 
 
 @pytest.fixture(scope="module", params=MODELS)

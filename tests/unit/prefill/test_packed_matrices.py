@@ -23,8 +23,8 @@ from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
 from soloist.parallel.share import Share
 from soloist.prefill import packed_matrices
-from soloist.prefill.fragments import Tiling
-from soloist.prefill.packed_form import Form, Out, arranged_bytes
+from soloist.prefill.fragments import Tiling, arranged_column
+from soloist.prefill.packed_form import Form, Out, arranged_bytes, rows_source
 from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts, width_for
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
@@ -138,6 +138,34 @@ def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
     seen = logits(config, own, products)
     wanted = logits(config, own, Unpacked(plan, packed))
     assert (seen - wanted).norm() <= 0.03 * wanted.norm()  # both round to bf16 again and again
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4-permuted"])
+def test_norms_leave_as_products_take_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's are arranged apart, and factors of codes in an order of their own."""
+    plan, packed, own = packed_model(MODELS["untied"], kind)
+    products = PackedMatrices(plan, packed, tables_of_columns(plan, packed), TOKENS, None)
+    seen, arrange = list[tuple[int, ...]](), RowsOnHost.arrange
+
+    def counted(self: RowsOnHost, x: Tensor, columns: Tensor | None, out: Tensor, to: int) -> None:
+        seen.append(tuple(x.shape))
+        arrange(self, x, columns, out, to)
+
+    monkeypatch.setattr(RowsOnHost, "arrange", counted)
+    logits(MODELS["untied"], own, products)
+    of_attention = [(TOKENS, 128), (1, 128)]
+    if kind == "int4":
+        assert seen == of_attention
+    else:
+        assert len(seen) > len(of_attention)
+
+
+def test_a_words_place_is_that_of_its_columns(folder: Path) -> None:
+    plan, _, _ = packed_model(SMALL, None)
+    head = plan.image.head.matrix
+    library = built_rows(rows_source(head.format, plan.dtype, head.steps), folder / "places")
+    places = [library.place_of_word(word) for word in range(48)]
+    assert [arranged_column(2 * place) for place in places] == [2 * word for word in range(48)]
 
 
 def test_bits_do_not_depend_on_the_cut() -> None:

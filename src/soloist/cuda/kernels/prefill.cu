@@ -3,6 +3,7 @@
 // Products come as fp32 or in the 16-bit type (kWideProducts), gate and up always in the latter; every result is
 // rounded once. Defined by TorchElementwise (prefill/elementwise.py). Blocks have kThreads threads and one grid dimension.
 #include "sync/meeting.cuh"
+#include "tile/arranged.cuh"
 #include "tile/silu.cuh"
 #include "tile/totals.cuh"
 
@@ -40,12 +41,13 @@ __device__ __forceinline__ float4 delta_at(const Four* delta, const float4* bias
   return bias ? sum(d, __ldg(bias + i)) : d;
 }
 
-// residual [T, H] + (first + bias) + (second + bias), each of which may be absent; out [T, H] = its RMS norm. The
-// sum is the new residual if it `keeps` it. One block a token.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    add_norm(float4* __restrict__ residual, const Four* __restrict__ first, const float4* __restrict__ first_bias,
-             const Four* __restrict__ second, const float4* __restrict__ second_bias,
-             const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps) {
+// residual [T, H] + (first + bias) + (second + bias), each of which may be absent; out [T, H] = its RMS norm, whose columns may
+// be arranged. The sum is the new residual if it `keeps` it. One block a token.
+template <bool kArranged>
+__device__ __forceinline__ void add_and_norm(float4* __restrict__ residual, const Four* __restrict__ first,
+                                             const float4* __restrict__ first_bias, const Four* __restrict__ second,
+                                             const float4* __restrict__ second_bias, const float4* __restrict__ weight,
+                                             uint2* __restrict__ out, u32 keeps) {
   constexpr u32 kRow = kHidden / 4, kOwn = (kRow + kThreads - 1) / kThreads;
   const u64 start = static_cast<u64>(blockIdx.x) * kRow;
   float4 x[kOwn];
@@ -66,8 +68,27 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u32 i = threadIdx.x + j * kThreads;
     if (i >= kRow) continue;
     const float4 w = __ldg(weight + i);
-    out[start + i] = packed(times(x[j], scale, w));
+    const uint2 norm = packed(times(x[j], scale, w));
+    if constexpr (kArranged) {
+      u32* const words = reinterpret_cast<u32*>(out + start) + arranged_word(2 * i);
+      words[0] = norm.x;
+      words[4] = norm.y;
+    } else {
+      out[start + i] = norm;
+    }
   }
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_norm(float4* __restrict__ residual, const Four* __restrict__ first, const float4* __restrict__ first_bias,
+             const Four* __restrict__ second, const float4* __restrict__ second_bias,
+             const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps) {
+  add_and_norm<false>(residual, first, first_bias, second, second_bias, weight, out, keeps);
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_norm_arranged(float4* __restrict__ residual, const Four* __restrict__ first, const float4* __restrict__ first_bias,
+                      const Four* __restrict__ second, const float4* __restrict__ second_bias,
+                      const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps) {
+  add_and_norm<true>(residual, first, first_bias, second, second_bias, weight, out, keeps);
 }
 
 // Ranks. Products of attention_output and down are parts of sums over all of them. A rank owns some of the chunk's
