@@ -5,6 +5,8 @@ One thread a process, since pytest-xdist already uses every core; what takes man
 """
 
 import os
+import random
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -92,15 +94,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or not demanded:
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return True if any(f"mark.{word}" not in text for word in demanded) else None
+    # Of tests of which few run by default the others are slow.
+    marks = [("slow", "few") if word == "slow" else (word,) for word in demanded]
+    has_all = all(any(f"mark.{mark}" in text for mark in either) for either in marks)
+    return None if has_all else True
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in _others_of_few(items):
+        item.add_marker(pytest.mark.slow)
     if "slow" in config.option.markexpr:
         return
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="one of many that take minutes: -m slow"))
+
+
+def _others_of_few(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests that are marked `few` that do not run by default: drawn by the test's name."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in by_test.items():
+        marker = cases[0].get_closest_marker("few")
+        assert marker is not None, "it was found"
+        count = min(marker.args[0], len(cases))
+        kept = set(random.Random(name).sample(range(len(cases)), count))
+        yield from (item for number, item in enumerate(cases) if number not in kept)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -46,6 +46,7 @@ def routes_early() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_of_experts_may_come_with_attention(name: str) -> None:
@@ -72,6 +73,7 @@ def test_quantised_logits_may_come_with_attention(kind: str) -> None:
     torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_give_the_references_logits(name: str, ranks: int) -> None:
@@ -84,6 +86,7 @@ def test_mixtures_give_the_references_logits(name: str, ranks: int) -> None:
     torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "name", ["softmax", "corrected sigmoids", "some layers dense", "shared of several sizes"]
@@ -159,6 +162,7 @@ def quantised_bench(
     return Bench(config, plan, dict(read), dtype), meant
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("config", "ranks", "kind"),
     [

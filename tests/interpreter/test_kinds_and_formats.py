@@ -123,6 +123,7 @@ def test_permuted_matrices_on_ranks(kind: str) -> None:
     assert (seen - wanted).norm() / wanted.norm() < MOST_ERROR
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_as_the_kernel_multiplies(kind: str, dtype: Dtype) -> None:
@@ -179,6 +180,7 @@ def test_fewer_bits_are_fewer_bytes(kind: str, bits: float) -> None:
     assert scaled / plain == pytest.approx(bits / 16, rel=0.02)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

@@ -41,6 +41,7 @@ def error_of(seen: Tensor, wanted: Tensor) -> float:
     return float((seen - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.few(6)
 @NAMES
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_the_references_with_the_same_codes(
@@ -75,6 +76,7 @@ def test_two_ranks_give_the_same(name: KvName, tmp_path: Path) -> None:
     assert error_of(Bench(config, plan, weights).feed(ids, 8), wanted) < ERROR[name]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @NAMES
 def test_lanes_give_the_same(name: KvName, ranks: int, tmp_path: Path) -> None:
@@ -86,6 +88,7 @@ def test_lanes_give_the_same(name: KvName, ranks: int, tmp_path: Path) -> None:
     assert error_of(Bench(config, plan, weights).feed(ids, 5), wanted) < ERROR[name]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @NAMES
 def test_experts_give_the_same(name: KvName, ranks: int) -> None:

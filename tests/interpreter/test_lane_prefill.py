@@ -24,6 +24,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "kept", "end"), CASES)
 def test_the_kernel_goes_on_where_a_prompt_ends(
     name: str, kept: bool, end: int, tmp_path: Path

@@ -52,6 +52,7 @@ def test_lanes_give_the_references_logits(
     require_logits(bench.launch(), ids, 72, 1, wanted)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_gives_the_references_logits(name: str, tmp_path: Path) -> None:
     place = list(CASES).index(name)

@@ -50,18 +50,21 @@ def require_close(seen: Tensor, wanted: Tensor, atol: float = ATOL) -> None:
     torch.testing.assert_close(seen, wanted, rtol=0, atol=atol)
 
 
+@pytest.mark.few(8)
 def test_one_query_gives_the_references_logits(model: Model) -> None:
     config, plan, weights, ids, wanted = model
     """Positions one after the other, across a page's end, in one launch."""
     require_close(Bench(config, plan, weights).feed(ids[:67]), wanted[:67])
 
 
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("near")
 def test_eight_queries_of_a_sequence_give_the_same(model: Model) -> None:
     config, plan, weights, ids, wanted = model
     require_close(Bench(config, plan, weights).feed(ids, queries=8), wanted)
 
 
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("near")
 def test_queries_of_several_sequences(model: Model) -> None:
     """Three prompts of other tokens and lengths, two and more queries each, in one launch."""
@@ -83,6 +86,7 @@ def test_queries_of_several_sequences(model: Model) -> None:
         require_close(logits, torch.stack([wanted[q][p] for q, p in where]))
 
 
+@pytest.mark.few(5)
 def test_pages_of_other_sequences_stay_as_they_are(model: Model) -> None:
     config, plan, weights, ids, _ = model
     bench = Bench(config, plan, weights)
@@ -111,6 +115,7 @@ def test_rounding_stays_near(name: str, dtype: torch.dtype, tmp_path: Path) -> N
     assert 1e-5 < error < (0.02 if dtype is torch.bfloat16 else 0.003)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_few_registers_and_little_shared_memory(name: str, tmp_path: Path) -> None:
     config, plan = configured(name, tmp_path, like="sm_86")

@@ -74,6 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Fo
     return cache(lambda name, ranks: loaded(tmp_path_factory.mktemp("model"), name, ranks))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("ranks", "queries"), [(1, 1), (1, 8), (2, 8)])
 @pytest.mark.parametrize("name", ["gptq-ordered", "gptq-ordered-zeros", "gptq-orders"])
 def test_logits_are_those_of_the_numbers(

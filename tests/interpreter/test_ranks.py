@@ -31,6 +31,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(name, ranks, marks=() if in_turn else pytest.mark.slow)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "ranks"), list(cases()))
 def test_ranks_give_the_references_logits(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

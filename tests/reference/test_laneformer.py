@@ -58,6 +58,7 @@ def merged(changes: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in {**FIELDS, **changes}.items() if v is not None}
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_equals_the_equations(changes: dict[str, Any], tmp_path: Path) -> None:
     fields = merged(changes)

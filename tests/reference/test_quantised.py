@@ -79,6 +79,7 @@ def write(case: Case, form: Format, folder: Path) -> torch.Tensor:
     return oracle_logits(oracle, prompt(40, 64))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.family)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.name)
 def test_logits_are_those_of_the_numbers(case: Case, form: Format, tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_texts_that_cannot_fit_are_refused_with_both_numbers(processor) -> None:
     assert f"{counted:,}" in problem.message or "at least" in problem.message
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_hostile_body_is_refused_and_gives_its_memory_back(kind, served) -> None:
     path, make = BODIES[kind]

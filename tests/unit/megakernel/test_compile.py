@@ -135,6 +135,7 @@ def test_every_supported_family_is_compiled() -> None:
 ELSEWHERE = [(name, arch) for arch in TYPICAL if arch != "sm_90a" for name in CASES]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
@@ -151,6 +152,7 @@ def test_the_front_end_accepts_families_elsewhere(name: str, arch: str, tmp_path
     require_accepted(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("arch", GPUS)
 def test_etude_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
@@ -193,6 +195,7 @@ def test_one_query_takes_less_code() -> None:
     assert len(single.data) < 0.85 * len(several.data)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "build",
     [
@@ -226,6 +229,7 @@ SPILLED_OF_MIXTURE: dict[tuple[str, bool, int], int] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("head", [True, False], ids=["head", "head in 16 bits"])
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4"])
@@ -242,6 +246,7 @@ def test_quantised_experts_compile(
     code_sizes.compare(request.node.name, found, request.config)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 def test_logits_behind_the_residual_compile_cleanly(queries: int, require_sound) -> None:
     """As several ranks have them."""
@@ -274,6 +279,7 @@ SPILLED_BESIDE_SHARED: dict[tuple[str, str | None, int], int] = {
 OF_SHARED = {"qwen1.5-moe-a2.7b": qwen15_moe_a27b, "glm-4.5-air": glm_45_air}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -308,6 +314,7 @@ QWEN3_235B = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_experts_and_wide_queries_compile_cleanly(
@@ -357,6 +364,7 @@ def test_experts_compile_elsewhere(arch: str, kind: str | None) -> None:
     require_as_little_spilled(plan, Build(queries=MAX_QUERIES), most)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_front_end_accepts_mixtures(name: str) -> None:
     config = MIXTURES[name]
@@ -374,6 +382,7 @@ def coded_plan(config: ModelConfig, kv: KvName, arch: str) -> Plan:
     return make_plan(config, Dtype.BF16, GPUS[arch], kv=kv_format(kv, config, Dtype.BF16))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 def test_keys_and_values_in_codes_compile_cleanly(kv: KvName, queries: int, require_sound) -> None:
@@ -399,6 +408,7 @@ def test_codes_compile_with_public_shapes(
         require_sound(plan, Build(queries=queries))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kv", ["int8", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8", "int4"))]
 )
@@ -412,12 +422,14 @@ def test_codes_compile_with_other_heads(name: str, kv: KvName, tmp_path: Path) -
     require_as_little_spilled(plan, Build(), SPILLED_BY_TWO_TILES[kv] if has_two else 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_queries_compile_cleanly(name: str, queries: int, require_sound) -> None:
     require_sound(make_plan(WIDE[name], Dtype.BF16, TYPICAL["sm_90a"]), Build(queries=queries))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize(
     "kv", ["int8", *(pytest.param(kv, marks=pytest.mark.slow) for kv in ("fp8", "int4"))]
@@ -495,6 +507,7 @@ def test_fp16_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.FP16, TYPICAL[arch]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_groups_of_tiles_compile_cleanly(arch: str, tmp_path: Path, require_sound) -> None:
     config = configured("llama-one-kv-head-128", tmp_path)
@@ -560,6 +573,7 @@ def require_as_little_spilled(plan: Plan, build: Build, most: int) -> None:
     assert taken.stack_bytes <= most
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "kind", "arch", "queries"),
     [*QUANTISED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_QUANTISED)],
@@ -613,6 +627,7 @@ def test_odd_steps_of_quantised_matrices_compile(
     compiled(odd_plan(sizes, kind), Build(queries=queries))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_shapes_compile_cleanly(name: str, require_sound) -> None:
     require_sound(make_plan(PUBLIC[name], Dtype.BF16, TYPICAL["sm_90a"]))
@@ -747,6 +762,7 @@ COPIED_IN_BULK = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("arch", GPUS)
 def test_each_architecture_stages_its_own_way(arch: str) -> None:
     plan = make_plan(SMALL, Dtype.BF16, GPUS[arch])

@@ -356,6 +356,7 @@ def fresh_heads(count: int, dim: int, seed: int) -> Tensor:
     return x
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", ["etude", "llama-8b", "narrow", "96"])
 @pytest.mark.parametrize("name", NAMES)
 def test_appended_positions_have_the_bytes_of_the_definition(
@@ -419,6 +420,7 @@ def wanted_of(
     return softmax
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)

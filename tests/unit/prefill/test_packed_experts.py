@@ -185,6 +185,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_tokens_get_what_their_experts_give(name: str, kind: str | None) -> None:
     plan, packed = packed_model(name, kind)
