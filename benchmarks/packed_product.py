@@ -94,6 +94,10 @@ class Case:
                 yield replace(form, groups=groups)
                 yield replace(form, groups=groups, direct=True)
             yield from (replace(form, cluster=count) for count in CLUSTERS[1:])
+            if out is Out.ARRANGED and width == tokens <= MOST_PARTED_TOKENS:
+                # Any number of fragments a tile; what arranges the neurons comes on top.
+                for count in CLUSTERS:
+                    yield replace(form, out=Out.GATED, cluster=count)
             if tokens > MOST_PARTED_TOKENS or out is Out.ARRANGED or width < tokens:
                 continue
             yield replace(form, most_slots=form.slots // 2)
@@ -225,6 +229,7 @@ def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling)
             how = f"{form.tokens}x{form.groups}{'d' if form.direct else 's'}{form.slots}/{each}"
             how += f"c{form.cluster}" if form.cluster > 1 else ""
+            how += "g" if form.out is Out.GATED else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),
                 how + (f"/{form.parts}" if form.parts > 1 else ""),
