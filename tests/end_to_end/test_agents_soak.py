@@ -160,7 +160,7 @@ def held_bytes() -> int:
 @pytest.mark.parametrize(
     ("device", "num_lives", "seconds"),
     [
-        ("cpu", 2, 4.0),
+        ("cpu", 2, 2.5),
         pytest.param("cuda", 8, 15.0, marks=(pytest.mark.gpu, pytest.mark.slow)),
     ],
 )

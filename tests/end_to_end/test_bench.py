@@ -73,6 +73,7 @@ def test_models_are_measured_in_turns(soloist, tmp_path):
     assert "only without --shape" in refused.err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
 @pytest.mark.parametrize("subject", [("etude-draft",), ("--shape", SHAPE)], ids=["model", "shape"])
 def test_speed_with_a_kv_cache_in_fewer_bits(soloist, tmp_path, bench, subject):

@@ -188,6 +188,7 @@ def test_quantised_experts_give_the_logits_of_their_numbers(
     torch.testing.assert_close(bench.feed(ids, 8), wanted, rtol=0, atol=ATOL)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["fp8-block", "int4"])
 @pytest.mark.parametrize("config", [wide_experts(256), with_shared_mlp(wide_experts(256))])
 def test_what_quantised_experts_are_multiplied_with_stays_near(

@@ -32,6 +32,7 @@ MOST_ERROR = 0.02
 TOKENS = 72  # a page, and a round of eight in the next one
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("queries", [1, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_layers_of_several_kinds(ranks: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:

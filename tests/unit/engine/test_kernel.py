@@ -351,6 +351,7 @@ def test_refusals_say_why_and_what_runs(
     assert "\n" not in found.refusal
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_experts_are_supported_however_they_are_stored(ranks: int) -> None:
     """In 16 bits and quantised, on one GPU and several; in formats that it does not read, in 16."""

@@ -411,7 +411,7 @@ ROUNDS = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("splits_early")
 @pytest.mark.parametrize("layer", [LAYER, 2], ids=["all", "window"])
 @pytest.mark.parametrize("shape", SHAPES)

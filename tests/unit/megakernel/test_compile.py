@@ -135,7 +135,7 @@ def test_every_supported_family_is_compiled() -> None:
 ELSEWHERE = [(name, arch) for arch in TYPICAL if arch != "sm_90a" for name in CASES]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
@@ -152,7 +152,7 @@ def test_the_front_end_accepts_families_elsewhere(name: str, arch: str, tmp_path
     require_accepted(make_plan(configured(name, tmp_path), Dtype.BF16, GPUS[arch]))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("arch", GPUS)
 def test_etude_compiles_cleanly(arch: str, require_sound) -> None:
     require_sound(make_plan(etude(), Dtype.BF16, GPUS[arch]))
@@ -229,7 +229,7 @@ SPILLED_OF_MIXTURE: dict[tuple[str, bool, int], int] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("head", [True, False], ids=["head", "head in 16 bits"])
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4"])
@@ -279,7 +279,7 @@ SPILLED_BESIDE_SHARED: dict[tuple[str, str | None, int], int] = {
 OF_SHARED = {"qwen1.5-moe-a2.7b": qwen15_moe_a27b, "glm-4.5-air": glm_45_air}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -364,7 +364,7 @@ def test_experts_compile_elsewhere(arch: str, kind: str | None) -> None:
     require_as_little_spilled(plan, Build(queries=MAX_QUERIES), most)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_front_end_accepts_mixtures(name: str) -> None:
     config = MIXTURES[name]
@@ -422,7 +422,7 @@ def test_codes_compile_with_other_heads(name: str, kv: KvName, tmp_path: Path) -
     require_as_little_spilled(plan, Build(), SPILLED_BY_TWO_TILES[kv] if has_two else 0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_queries_compile_cleanly(name: str, queries: int, require_sound) -> None:
@@ -460,6 +460,7 @@ def test_drafting_compiles_with_codes(name: str, kv: KvName, tmp_path: Path) -> 
     require_as_little_spilled(plan, Build(drafts=True), most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "ranks"),
     [
@@ -573,7 +574,7 @@ def require_as_little_spilled(plan: Plan, build: Build, most: int) -> None:
     assert taken.stack_bytes <= most
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kind", "arch", "queries"),
     [*QUANTISED, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_QUANTISED)],

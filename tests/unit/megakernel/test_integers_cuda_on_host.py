@@ -215,7 +215,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(45)
+@pytest.mark.few(25)
 @pytest.mark.parametrize("moves", [True, False], ids=["hopper", "older"])
 @pytest.mark.parametrize(
     ("queries", "fewer"), [(1, 0), (MAX_QUERIES, 2), (MAX_QUERIES, 4)],

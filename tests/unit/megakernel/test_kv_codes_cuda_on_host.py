@@ -420,7 +420,7 @@ def wanted_of(
     return softmax
 
 
-@pytest.mark.few(25)
+@pytest.mark.few(16)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
@@ -461,6 +461,7 @@ def test_attention_is_the_interpreters(
             assert float(error) < 1e-3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("shape", ["etude", "llama-8b"])
 def test_a_querys_bits_do_not_depend_on_its_neighbours(

@@ -126,6 +126,7 @@ def logits(config: ModelConfig, own: dict, matrices: Matrices | Products) -> Ten
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("untied", None), ("tied", None), ("biases", None), ("untied", "int4"),
