@@ -393,6 +393,20 @@ def test_a_slow_conversation_keeps_its_child(looping) -> None:
         assert len(children_of(preparation)) == 2, "one that gives way reads no short requests"
 
 
+def test_few_children_wait_for_conversations(looping) -> None:
+    """However many were read at once: each holds some memory."""
+    slow = CHAT | {"chat_template_kwargs": {"rounds": 4000}}
+    body = orjson.dumps(slow) + b" " * CONVERSATION_BYTES
+    with prepared(looping) as preparation:
+
+        async def ask_all() -> None:
+            # Those that have taken a while leave their places to the next ones.
+            await asyncio.gather(*(preparation.prepare(CHATS, [body]) for _ in range(8)))
+
+        asyncio.run(ask_all())
+        wait_for(lambda: 1 <= len(children_of(preparation)) <= 4, 5)
+
+
 def test_processes_end_with_the_server_however_it_ends(tmp_path: Path, files) -> None:
     script = tmp_path / "server.py"
     script.write_text(

@@ -48,6 +48,8 @@ from soloist.text.processor import Processor
 
 # At once: of short bodies, of those that turned out to be slow, and of long ones.
 _MOST_SHORT, _MOST_SLOW, _MOST_LONG = 4, 12, 2
+# Children that wait for conversations: each may hold some memory.
+_MOST_WAITING = 4
 
 _START_S = 60.0
 _END_S = 2.0
@@ -102,7 +104,7 @@ class Preparation:
         self._quick = QuickProcessor(processor)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
-        self._idle_with_conversations: list[_Child] = []
+        self._idle_conversations: list[_Child] = []
         self._num_children = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -191,7 +193,7 @@ class Preparation:
     async def _by_any(self, job: Job[Any], parts: Sequence[bytes], length: int) -> object:
         """Read a body by a child that waits for such ones, if one does; else by a new one."""
         has_conversations = length > CONVERSATION_BYTES
-        idle = self._idle_with_conversations if has_conversations else self._idle
+        idle = self._idle_conversations if has_conversations else self._idle
         told = await self._ask(idle.pop(), idle, job, parts, length) if idle else None
         if told is not None:
             return told
@@ -212,7 +214,8 @@ class Preparation:
             told = too_much_time(length)
         finally:
             # Also where the client has gone or the server ends: nobody waits for it any more.
-            if stays and not self._closed.is_set():
+            has_place = idle is self._idle or len(idle) < _MOST_WAITING
+            if stays and has_place and not self._closed.is_set():
                 idle.append(child)
             else:
                 self._end(child)
@@ -249,7 +252,7 @@ class Preparation:
         process, control = self._process, self._control
         if process is None:
             return
-        for idle in (self._idle, self._idle_with_conversations):
+        for idle in (self._idle, self._idle_conversations):
             for child in idle:
                 child.connection.close()
             idle.clear()
