@@ -1,11 +1,15 @@
 """Launches that draft give the tokens of launches that do not, on a GPU."""
 
 import random
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from end_to_end.test_experts import write_mixture
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.kernel import KernelModel
 from soloist.megakernel.choice import Choice
@@ -23,9 +27,16 @@ PROMPT = "def fibonacci(n):\n"
 TOKENS = 200
 
 
-# What drafting depends on: matrices in integers, and ranks, which share GPU 0 here.
+# What drafting depends on: how matrices, keys and values are stored, experts, and ranks, which share
+# GPU 0 here.
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "fp16": {"precision": "fp16"},
+    "fp8": {"weights": "fp8"},
+    "kv-int8": {"kv": "int8", "precision": "bf16"},
+    "kv-int4": {"kv": "int4", "precision": "bf16"},
+    "experts": {"precision": "bf16"},
+    "experts-int4": {"precision": "bf16", "weights": "int4"},
     "int4": {"weights": "int4"},
     "int8": {"weights": "int8"},
     "2-ranks": {"rank_devices": (0, 0)},
@@ -37,7 +48,12 @@ KINDS: dict[str, dict[str, Any]] = {
 @cache
 def model(kind: str) -> KernelModel:
     asked = EngineConfig("etude", device="cuda:0", context_tokens=4096, **KINDS[kind])
-    loaded = Engine.load(asked).model
+    with TemporaryDirectory() as folder:
+        if kind.startswith("experts"):
+            sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
+            mixture = write_mixture(Path(folder) / "mixture", **sizes, max_position_embeddings=4096)
+            asked = replace(asked, model=str(mixture))
+        loaded = Engine.load(asked).model
     assert isinstance(loaded, KernelModel)
     assert loaded.drafts_in_kernel
     return loaded

@@ -14,7 +14,6 @@ from soloist.engine.bandwidth import bandwidth_source
 from soloist.errors import NotWritten
 from soloist.jit.cache import is_kept, load_or_build
 from soloist.jit.source import Source
-from soloist.megakernel.drafting import drafts
 from soloist.megakernel.header import Build
 from soloist.megakernel.kernel import decode_sources, drafting_sources
 from soloist.megakernel.plan import Plan
@@ -67,9 +66,8 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
         single, several = decode_sources(plan, options)
         yield NamedSource(f"decoding up to 8 query tokens, {build}", several)
         yield NamedSource(f"decoding one query token, {build}", single)
-    if drafts(plan):
-        for build, source in zip(_BUILDS, drafting_sources(plan, Build()), strict=True):
-            yield NamedSource(f"decoding with drafts, {build}", source)
+    for build, source in zip(_BUILDS, drafting_sources(plan, Build()), strict=True):
+        yield NamedSource(f"decoding with drafts, {build}", source)
     prefill = prefill_sources(
         config_of(plan.part_of(0)), plan.dtype, plan.gpu.arch, plan.ranks, page_form(plan)
     )

@@ -29,7 +29,7 @@ from soloist.kv.offload import HostPages, HostPagesOfRanks
 from soloist.kv.page_copies import PageCopies
 from soloist.kv.pool import PagePool
 from soloist.megakernel.decoder import Decoder
-from soloist.megakernel.drafting import MOST_TEXT_TOKENS, drafts
+from soloist.megakernel.drafting import MOST_TEXT_TOKENS
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Ranks
@@ -283,7 +283,7 @@ def drafting_of(plan: Plan) -> Drafting:
     usual = replace(PREDICTIONS, right_guesses=RIGHT_GUESSES + round(_CHANGE_S / round_s))
     if not plan.has_experts:
         is_slow = plan.image.streamed_bytes >= _LEAST_LOOKUP_BYTES
-        return replace(usual, looks_up=is_slow and drafts(plan))
+        return replace(usual, looks_up=is_slow)
     layers = [plan.image.layer(layer).experts for layer in range(plan.shape.num_layers)]
 
     def read_bytes(queries: int) -> float:
@@ -341,7 +341,7 @@ class KernelModel(KernelExecutor):
             decoder, prefill, capacity.num_pages, plan.model.vocab_size, capacity.chunk_tokens,
             keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
-        self.drafts_in_kernel = drafts(plan) and capacity.context_tokens < MOST_TEXT_TOKENS
+        self.drafts_in_kernel = capacity.context_tokens < MOST_TEXT_TOKENS
         costs = _costs_of_tails(plan, attends_pages=bool(capacity.page_attention))
         self.tails = TailRule(capacity.tail_path, costs, prefill.widths)
 

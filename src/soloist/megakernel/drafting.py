@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from soloist.megakernel.abi import DRAFT_KINDS, DRAFT_START, DRAFTER, MOST_DRAFTS
 from soloist.megakernel.limits import MAX_QUERIES
-from soloist.megakernel.plan import Plan
-from soloist.model.dtype import Dtype
 from soloist.speculation import depth, lookup, matching, prediction
 from soloist.speculation.drafter import FIRST_LOOKUP, Draft, DraftState
 
@@ -27,13 +25,6 @@ _COUNT_BITS = 8
 _PLACE_BITS, _NEARNESS_BITS = 25, 19
 # Tokens of a text that keys have room for.
 MOST_TEXT_TOKENS = 1 << _NEARNESS_BITS
-
-
-def drafts(plan: Plan) -> bool:
-    """Whether launches of such a model draft: it is of a kind for which a GPU has shown it."""
-    is_other = plan.has_experts or plan.shape.has_lanes or plan.kv is not None
-    is_plain = plan.dtype is Dtype.BF16 and not is_other
-    return is_plain and all(f.is_integer and not f.super_block for f in plan.formats.values())
 
 
 def drafting_constants() -> str:
