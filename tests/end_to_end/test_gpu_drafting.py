@@ -27,8 +27,8 @@ PROMPT = "def fibonacci(n):\n"
 TOKENS = 200
 
 
-# What drafting depends on: how matrices, keys and values are stored, experts, and ranks, which share
-# GPU 0 here.
+# What drafting depends on: how matrices, keys and values are stored, experts, and ranks, which
+# share GPU 0 here.
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
@@ -43,6 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "2-ranks-int4": {"rank_devices": (0, 0), "weights": "int4"},
     "8-ranks": {"rank_devices": (0,) * 8},
 }
+
+
+# How tokens are chosen.
+WAYS = ("greedy", "sampled", "penalties")
 
 
 @cache
@@ -70,36 +74,39 @@ def prompt() -> tuple[int, ...]:
     return tuple(Engine.load(EngineConfig("etude", device="cpu")).tokenizer.encode(PROMPT))
 
 
-def choice(kind: str, samples: bool, output: list[int]) -> Choice | None:
-    if not samples:
+def choice(kind: str, how: str, output: list[int]) -> Choice | None:
+    if how == "greedy":
         return None
     vocab = model(kind).plan.model.vocab_size
     counts = TokenCounts(vocab, list(prompt()))
     for token_id in output:
         counts.add(token_id)
-    return Choice(SamplingParams(temperature=1.0, seed=7, top_p=0.9), counts)
+    params = SamplingParams(temperature=1.0, seed=7, top_p=0.9)
+    if how == "penalties":
+        params = replace(params, repetition_penalty=1.2, frequency_penalty=0.4)
+    return Choice(params, counts)
 
 
 @cache
-def plain(kind: str, samples: bool) -> tuple[int, ...]:
+def plain(kind: str, how: str) -> tuple[int, ...]:
     """The prompt is fed, then the answer is decoded, a token a round."""
     decoder, ids = model(kind).decoder, list(prompt())
     first = decoder.run([Query(0, 0, ids)], len(ids))[-1][0]
-    query = Query(0, len(ids), [first], choice=choice(kind, samples, [first]))
+    query = Query(0, len(ids), [first], choice=choice(kind, how, [first]))
     made = [first, *(tokens[0] for tokens in decoder.run([query], TOKENS))]
     assert len(made) == TOKENS + 1
     return tuple(made)
 
 
 def drafted(
-    kind: str, samples: bool, drafter: Drafter, stops: list[int], most: int
+    kind: str, how: str, drafter: Drafter, stops: list[int], most: int
 ) -> list[tuple[DraftedRound, int]]:
     """Rounds of a launch over the same pages, and how many tokens the definition drafts in each."""
-    decoder, ids, output = model(kind).decoder, list(prompt()), [plain(kind, samples)[0]]
+    decoder, ids, output = model(kind).decoder, list(prompt()), [plain(kind, how)[0]]
     left = most
     draft = drafter.draft(output, min(7, left - 1))
     launch = DraftingLaunch(drafter.state, draft, ids, output, most)
-    query = Query(0, len(ids), output, stops, choice=choice(kind, samples, output))
+    query = Query(0, len(ids), output, stops, choice=choice(kind, how, output))
     decoder.start_drafting(query, launch)
     rounds, answer = [], [*output]
     for made in decoder.drafted_rounds():
@@ -116,43 +123,43 @@ def drafted(
     return rounds
 
 
-@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("wrong", [0.0, 0.1, 0.5, 1.0, None])
-def test_drafts_change_no_token(kind: str, samples: bool, wrong: float | None) -> None:
-    answer, rng = list(plain(kind, samples)), random.Random(3)
+def test_drafts_change_no_token(kind: str, how: str, wrong: float | None) -> None:
+    answer, rng = list(plain(kind, how)), random.Random(3)
     predicted = None
     if wrong is not None:
         predicted = [rng.randrange(2000) if rng.random() < wrong else t for t in answer]
     drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
-    rounds = drafted(kind, samples, drafter, [], TOKENS)
+    rounds = drafted(kind, how, drafter, [], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
     assert [made.num_drafted for made, _ in rounds] == [count for _, count in rounds]
     if wrong == 0.0:
         assert len(rounds) == TOKENS // 8
 
 
-@pytest.mark.parametrize("samples", [False, True])
-def test_a_stop_ends_the_launch(kind: str, samples: bool) -> None:
-    answer = list(plain(kind, samples))
+@pytest.mark.parametrize("how", WAYS)
+def test_a_stop_ends_the_launch(kind: str, how: str) -> None:
+    answer = list(plain(kind, how))
     stop = answer[50]
     until = answer.index(stop, 1)
     drafter = Drafter(PREDICTED, prompt(), [*answer[:until], 1, 1, 1], Archive())
-    rounds = drafted(kind, samples, drafter, [stop], TOKENS)
+    rounds = drafted(kind, how, drafter, [stop], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1 : until + 1]
 
 
 def test_an_earlier_answer_is_drafted_from(kind: str) -> None:
-    answer, archive = list(plain(kind, True)), Archive()
+    answer, archive = list(plain(kind, "sampled")), Archive()
     archive.add(answer)
-    rounds = drafted(kind, True, Drafter(ALWAYS, prompt(), None, archive), [], TOKENS)
+    rounds = drafted(kind, "sampled", Drafter(ALWAYS, prompt(), None, archive), [], TOKENS)
     assert [t for made, _ in rounds for t in made.tokens] == answer[1:]
     assert len(rounds) < TOKENS // 2
 
 
 def test_the_same_launch_makes_the_same_rounds(kind: str) -> None:
-    answer, seen = list(plain(kind, True)), []
+    answer, seen = list(plain(kind, "sampled")), []
     for _ in range(5):
         predicted = [t if n % 9 else 5 for n, t in enumerate(answer)]
         drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
-        seen.append([made for made, _ in drafted(kind, True, drafter, [], TOKENS)])
+        seen.append([made for made, _ in drafted(kind, "sampled", drafter, [], TOKENS)])
     assert all(one == seen[0] for one in seen)

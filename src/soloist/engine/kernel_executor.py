@@ -379,6 +379,7 @@ class KernelExecutor(Executor):
         """
         sampler, drafter = request.sampler, request.drafter
         is_alone = len(self._allocations) == 1 and _may_draft_in_kernel(request)
+        is_alone = is_alone and not sampler.params.has_penalties
         host_drafts = drafter is not None and drafter.has_prediction and not self.drafts_in_kernel
         if host_drafts or not is_alone:
             return
@@ -629,7 +630,6 @@ def _may_draft_in_kernel(request: Request) -> bool:
     return (
         request.top_logprobs is None
         and not request.sampler.is_constrained
-        and not request.sampler.params.has_penalties
         and len(request.sampler.stop_test.ending_ids) <= MAX_STOPS
     )
 

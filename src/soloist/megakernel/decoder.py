@@ -233,7 +233,7 @@ class Decoder:
         For a plan of one rank.
 
         Args:
-            query: the latest token, with stops. Its choice has no penalties, and no mask.
+            query: the latest token, with stops. Its choice has no mask.
             launch: texts, the first draft, and most tokens; at most `max_rounds`.
         """
         assert self.plan.ranks == 1, "ranks start together"

@@ -100,7 +100,6 @@ def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Give
     """
     assert len(query.tokens) == 1, "the latest token"
     if (choice := query.choice) is not None:
-        assert not choice.params.has_penalties, "a column would not count those before it"
         assert choice.allowed is None, "the host says what one column may take"
     ids = () if launch.draft is None else launch.draft.ids
     rounds = launch.most_tokens
@@ -115,7 +114,6 @@ def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Give
     record["query"]["position"] += places
     if one.choices is not None:
         record["sampling"][1:] = record["sampling"][0]
-        record["sampling"]["history"] = places
         position, made = query.position + 1, int(one.choices.steps["num_output"][0])
         record["step"] = packed_steps(
             range(position, position + MAX_QUERIES), range(made, made + MAX_QUERIES)
@@ -130,5 +128,5 @@ def _packed_choices(queries: Sequence[Query], vocab_size: int) -> PackedChoices 
         return None
     for c in queries:
         counts = c.choice is not None and c.choice.params.has_penalties
-        assert not counts or c.stride == 1, "penalties need a stride of 1"
+        assert not counts or c.stride < 2, "penalties count every token before"
     return pack_choices([c.choice for c in queries], [c.position for c in queries], vocab_size)

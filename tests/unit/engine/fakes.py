@@ -231,7 +231,8 @@ class FakeDecoder:
             for c, column in enumerate(columns):
                 self._samplers.append(FakeSampler(column) if column.choice else None)
                 if (sampler := self._samplers[c]) is not None:
-                    sampler._counts.num_output += len(output) + c - len(launch.output_ids)
+                    for token_id in (*output[len(launch.output_ids) :], *fed[1 : c + 1]):
+                        sampler.observe(token_id)
             chosen = self._round(Launch(tuple(columns), 1), 0, fed)
             num_right = num_checked = 0
             for column in range(len(fed)):

@@ -94,6 +94,7 @@ static Thread threads[kAll];
 static ucontext_t scheduler;
 static SampleArgs args;
 static u32* history;
+static u32 drafts[kMaxQueries], num_drafts;  // by query, what it takes; query 0 takes none
 static u32 bounds[kNumBlocks + 1];
 static SampleScratch scratch;
 static SampleShared shared_memory[kNumBlocks];
@@ -137,6 +138,9 @@ struct Grid {
   u32 block() const { return id / kConsumerThreads; }
   u32 num_blocks() const { return kNumBlocks; }
   u32 thread() const { return id % kConsumerThreads; }
+  u32 num_unseen(u32 query, u32 token) const {
+    return num_drafts ? std::count(drafts + 1, drafts + query + 1, token) : 0;
+  }
 };
 
 static void body(unsigned id) {
@@ -222,6 +226,11 @@ extern "C" int choose(const SampleParams* params, const SampleStep* steps, const
         shared_memory[b].note != queries % 2)
       return -2;
   return grid_syncs;
+}
+
+extern "C" void set_drafts(const u32* ids, u32 count) {
+  std::memcpy(drafts, ids, count * sizeof *ids);
+  num_drafts = count;
 }
 
 extern "C" void elementary(const u32* words, const float* gaps, float* noise, u64* weights, u32 n) {
@@ -393,6 +402,29 @@ def random_logits(rng, vocab):
 
 
 @pytest.mark.few(3)
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_count_before_they_are_accepted(machine, seed):
+    """Queries of one sequence: each counts the output and the drafts up to its own."""
+    rng, vocab = np.random.default_rng(seed), 203
+    drafts = rng.integers(20, size=COLUMNS).astype(np.uint32)
+    params = SamplingParams(
+        max_tokens=100, temperature=1.0, seed=9, repetition_penalty=1.3, frequency_penalty=0.9,
+        presence_penalty=0.6,
+    )  # fmt: skip
+    made = Round(machine, vocab, [params] * COLUMNS, [[3, 4, 5]] * COLUMNS, ())
+    made.params["history"] = made.params["history"][0]
+    for c, sampler in enumerate(made.samplers):
+        for draft in drafts[1 : c + 1]:
+            sampler.observe(int(draft))
+    logits = rng.normal(size=(COLUMNS, vocab)).astype(np.float32)
+    logits[:, :20] += 3  # drafts are likely, so penalties decide
+    made.library.set_drafts(address(drafts), COLUMNS)
+    try:
+        made.choose(logits, 17)
+    finally:
+        made.library.set_drafts(address(drafts), 0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_query_takes_the_token_of_the_definition(machine, seed):
     rng = np.random.default_rng([seed, machine[1]])

@@ -27,6 +27,7 @@ constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks 
 struct WholeGrid {
   u32* counter;
   u32 arrivals;
+  const u32* fed;  // the queries' input tokens
 
   __device__ __forceinline__ u32 block() const { return blockIdx.x; }
   __device__ __forceinline__ u32 num_blocks() const { return kNumBlocks; }
@@ -36,6 +37,15 @@ struct WholeGrid {
   __device__ __forceinline__ u64 from_lane(u64 value, u32 lane) const { return __shfl_sync(~0u, value, lane); }
   __device__ __forceinline__ u32 warp_max(u32 value) const { return __reduce_max_sync(~0u, value); }
   __device__ __forceinline__ u32 warp_add(u32 value) const { return __reduce_add_sync(~0u, value); }
+  // Queries of a launch that drafts are of one sequence, and all but the first take drafts, which join its output when
+  // they are accepted.
+  __device__ __forceinline__ u32 num_unseen(u32 query, u32 id) const {
+    u32 count = 0;
+    if constexpr (kDrafts)
+#pragma unroll 1
+      for (u32 i = 1; i <= query; ++i) count += fed[i] == id;
+    return count;
+  }
   // Thread 0 speaks for its block: what the others wrote before the first block barrier is released
   // with its arrival, and what it acquires is theirs after the second.
   __device__ __forceinline__ void sync() {
@@ -177,7 +187,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
-  WholeGrid grid{&workspace.arrivals, state.arrivals};
+  WholeGrid grid{&workspace.arrivals, state.arrivals, control.token};
   SampleEpochs epochs = state.epochs;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds<M> own(grid.block());

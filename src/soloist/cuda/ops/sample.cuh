@@ -12,6 +12,7 @@
 //   u64 from_lane(u64 value, u32 lane)            the value of that lane of the warp
 //   u32 warp_max(u32 value), warp_add(u32 value)  over the warp
 //   u32 block(), num_blocks(), thread()           num_blocks() <= kNumBlocks
+//   u32 num_unseen(u32 query, u32 id)             times that drafts up to the query's own are this id, which `seen` lacks
 //
 // spec.cuh gives kNumBlocks, kConsumerThreads (32 times a power of two), kMaxQueries, the
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
@@ -352,7 +353,7 @@ class TokenChoice {
 #pragma unroll 1
     for (u32 id = row_begin + t; id < row_end; id += kThreads) {
       float x = is_allowed(c, id) ? from[id] : __uint_as_float(0xFF800000u);
-      const u32 seen = has_penalties ? history[id] : 0;
+      const u32 seen = has_penalties ? history[id] + grid.num_unseen(c, id) : 0;
       if (seen) {
         if (p.repetition_penalty != 1.0f)
           x = x < 0.0f ? exact::mul(x, p.repetition_penalty) : exact::div(x, p.repetition_penalty);

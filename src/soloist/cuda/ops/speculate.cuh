@@ -54,6 +54,9 @@ __device__ __forceinline__ void settle(const Params& params, const Texts& texts,
   own.told = accepted.count | num_drafted << kEmittedCountBits | kind << 2 * kEmittedCountBits;
   control.stop = accepted.ends || control.yield_agreed || round + 1 == control.rounds;
   const bool is_left = take(own.drafter, texts, control.chosen, accepted.count);
+  if constexpr (kSamples)
+#pragma unroll 1
+    for (u32 i = 0; i < accepted.count; ++i) observe<M>(params, blockIdx.x, 0, control.chosen[i]);
   found.accepted = accepted;
   found.wanted = control.stop ? Wanted{false, false} : wanted(own.drafter, start, own.drafter.num_prediction > 0, is_left);
 }
