@@ -105,7 +105,7 @@ def drafted(
     decoder, ids, output = model(kind).decoder, list(prompt()), [plain(kind, how)[0]]
     left = most
     draft = drafter.draft(output, min(7, left - 1))
-    launch = DraftingLaunch(drafter.state, draft, ids, output, most)
+    launch = DraftingLaunch(drafter.state, draft, ids, output, most, stops)
     query = Query(0, len(ids), output, stops, choice=choice(kind, how, output))
     decoder.start_drafting(query, launch)
     rounds, answer = [], [*output]

@@ -533,7 +533,8 @@ class KernelExecutor(Executor):
         if draft is None:
             return None
         output_ids = list(request.sampler.output_ids)
-        return DraftingLaunch(drafter.state, draft, request.prompt_ids, output_ids, left)
+        stops = sorted(request.sampler.stop_test.ending_ids)
+        return DraftingLaunch(drafter.state, draft, request.prompt_ids, output_ids, left, stops)
 
     def _drafted(self, request: Request, draft: Draft | None, tokens: Sequence[int]) -> Outcome:
         """What a round's tokens mean."""
@@ -627,11 +628,7 @@ def _are_there(logits: Tensor) -> bool:
 
 def _may_draft_in_kernel(request: Request) -> bool:
     """Whether the kernel can do alone what a column of the only request needs."""
-    return (
-        request.top_logprobs is None
-        and not request.sampler.is_constrained
-        and len(request.sampler.stop_test.ending_ids) <= MAX_STOPS
-    )
+    return request.top_logprobs is None and not request.sampler.is_constrained
 
 
 def _query(request: Request, row: int) -> Query:

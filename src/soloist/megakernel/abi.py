@@ -285,6 +285,7 @@ DRAFT_START = Struct(
         Field("costs", "u32", "of rounds, by drafts from 1 on", Length("kMostDrafts", MOST_DRAFTS)),
         Field("num_costs", "u32"),
         Field("looks_up", "u32", "drafts come from other texts than the prediction, too"),
+        Field("num_stops", "u32"),
     ),
 )
 
@@ -296,6 +297,7 @@ DRAFT_BUFFERS = Struct(
         Field("history", "u32*", "with room for what the launch may make; block 0 appends"),
         Field("prediction", "const u32*"),
         Field("archive", "const u32*", "kDraftGap between two answers"),
+        Field("stops", "const u32*", "tokens that end the answer, all of them"),
         Field("records", "uint4*", "[block], zeroed for each launch"),
     ),
 )

@@ -350,6 +350,7 @@ class Decoder:
             "start": np.frombuffer(launch.start.tobytes(), np.int32),
             "prediction": () if state.prediction is None else state.prediction,
             "archive": state.archive if state.looks_up else (),
+            "stops": launch.stops,
             "history": launch.history,  # the last one, since it grows
         }
         places, end = dict[str, int](), 0

@@ -73,6 +73,7 @@ class DraftingLaunch:
         prompt_ids: of the request.
         output_ids: of the request, the launch's first input token included.
         most_tokens: that the launch may make.
+        stops: tokens that end the answer, in place of its query's, of which there may be fewer.
     """
 
     state: DraftState
@@ -80,10 +81,14 @@ class DraftingLaunch:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     most_tokens: int
+    stops: Sequence[int] = ()
 
     def is_like(self, other: "DraftingLaunch") -> bool:
         """Whether both are given the same."""
-        ours, theirs = ((one.draft, list(one.output_ids), one.most_tokens) for one in (self, other))
+        ours, theirs = (
+            (one.draft, list(one.output_ids), one.most_tokens, list(one.stops))
+            for one in (self, other)
+        )
         # Mostly one object, of which nothing is to be compared: prompts may be long.
         are_of_one_prompt = self.prompt_ids is other.prompt_ids or (
             list(self.prompt_ids) == list(other.prompt_ids)
@@ -127,7 +132,11 @@ class DraftingLaunch:
         )
         costs = [*state.costs, *[0] * (MOST_DRAFTS - len(state.costs))]
         return DRAFT_START.record(
-            drafter=drafter, costs=costs, num_costs=len(state.costs), looks_up=state.looks_up
+            drafter=drafter,
+            costs=costs,
+            num_costs=len(state.costs),
+            looks_up=state.looks_up,
+            num_stops=len(self.stops),
         )
 
 

@@ -278,26 +278,30 @@ struct DraftStart {
   u32 costs[kMostDrafts];  // of rounds, by drafts from 1 on
   u32 num_costs;
   u32 looks_up;  // drafts come from other texts than the prediction, too
+  u32 num_stops;
 };
-static_assert(sizeof(DraftStart) == 156, "DraftStart");
+static_assert(sizeof(DraftStart) == 160, "DraftStart");
 static_assert(OFFSET_OF(DraftStart, drafter) == 0, "drafter");
 static_assert(OFFSET_OF(DraftStart, costs) == 120, "costs");
 static_assert(OFFSET_OF(DraftStart, num_costs) == 148, "num_costs");
 static_assert(OFFSET_OF(DraftStart, looks_up) == 152, "looks_up");
+static_assert(OFFSET_OF(DraftStart, num_stops) == 156, "num_stops");
 // What kernels that draft need beside the workspace.
 struct DraftBuffers {
   const DraftStart* start;
   u32* history;  // with room for what the launch may make; block 0 appends
   const u32* prediction;
   const u32* archive;  // kDraftGap between two answers
+  const u32* stops;  // tokens that end the answer, all of them
   uint4* records;  // [block], zeroed for each launch
 };
-static_assert(sizeof(DraftBuffers) == 40, "DraftBuffers");
+static_assert(sizeof(DraftBuffers) == 48, "DraftBuffers");
 static_assert(OFFSET_OF(DraftBuffers, start) == 0, "start");
 static_assert(OFFSET_OF(DraftBuffers, history) == 8, "history");
 static_assert(OFFSET_OF(DraftBuffers, prediction) == 16, "prediction");
 static_assert(OFFSET_OF(DraftBuffers, archive) == 24, "archive");
-static_assert(OFFSET_OF(DraftBuffers, records) == 32, "records");
+static_assert(OFFSET_OF(DraftBuffers, stops) == 32, "stops");
+static_assert(OFFSET_OF(DraftBuffers, records) == 40, "records");
 // The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.
 struct Params {
   const u8* image;  // packed weights

@@ -241,13 +241,13 @@ class FakeDecoder:
                     if fed[column] != made[-1]:
                         break
                     num_right += 1
-                    if made[-1] in query.stops or chosen[column] >= VOCAB:
+                    if made[-1] in launch.stops or chosen[column] >= VOCAB:
                         break
                 made.append(chosen[column])
             if draft is not None:
                 drafter.judge(draft, num_checked, num_right)
             output, left = [*output, *made], left - len(made)
-            stops = not set(query.stops).isdisjoint(made) or made[0] >= VOCAB
+            stops = not set(launch.stops).isdisjoint(made) or made[0] >= VOCAB
             is_last = self._is_asked_to_stop or stops or left == 0
             self.is_running = not is_last
             yield DraftedRound(tuple(made), len(fed) - 1, draft.kind if draft else 0)
@@ -255,7 +255,7 @@ class FakeDecoder:
                 return
             draft = drafter.draft(output, min(len(launch.state.costs), left - 1))
             if draft is not None:
-                ends = (n for n, token in enumerate(draft.ids) if token in query.stops)
+                ends = (n for n, token in enumerate(draft.ids) if token in launch.stops)
                 draft = replace(draft, ids=draft.ids[: next(ends, len(draft.ids))])
                 draft = draft if draft.ids else None
 

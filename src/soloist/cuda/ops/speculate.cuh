@@ -47,10 +47,10 @@ template <class M>
 __device__ __forceinline__ void settle(const Params& params, const Texts& texts, u32 round, Control& control, Found& found) {
   DraftControl& own = draft_control<M>();
   const DraftStart& start = *draft_buffers<M>(params).start;
-  const QueryStart& query = params.launch->query[0];
   const u32 num_drafted = own.drafter.count, kind = own.drafter.kind;
-  const Accepted accepted = accept(own.drafter, start, control.token, control.chosen, query.stops, query.num_stops,
-                                   query.keep, M::kVocab);
+  const u32* stops = draft_buffers<M>(params).stops;
+  const Accepted accepted = accept(own.drafter, start, control.token, control.chosen, stops, start.num_stops,
+                                   params.launch->query[0].keep, M::kVocab);
   own.told = accepted.count | num_drafted << kEmittedCountBits | kind << 2 * kEmittedCountBits;
   control.stop = accepted.ends || control.yield_agreed || round + 1 == control.rounds;
   const bool is_left = take(own.drafter, texts, control.chosen, accepted.count);
@@ -82,9 +82,9 @@ __device__ __forceinline__ void feed(const Params& params, const Texts& texts, u
   DraftControl& own = draft_control<M>();
   control.token[0] = min(control.chosen[count - 1], M::kVocab - 1);  // no id where no score is a number
   if (control.stop) return;
-  draft(own.drafter, *draft_buffers<M>(params).start, texts, match, control.token + 1);
-  const QueryStart& query = params.launch->query[0];
-  own.drafter.count = num_fitting(own.drafter, control.token + 1, query.stops, query.num_stops, M::kVocab);
+  const DraftBuffers& buffers = draft_buffers<M>(params);
+  draft(own.drafter, *buffers.start, texts, match, control.token + 1);
+  own.drafter.count = num_fitting(own.drafter, control.token + 1, buffers.stops, buffers.start->num_stops, M::kVocab);
   control.queries = Queries{own.drafter.count + 1};
   const i32 position = control.position[0] + count;
 #pragma unroll 1
