@@ -165,6 +165,26 @@ def test_decode_with_drafts_has_a_row_for_each_kind(soloist, tmp_path):
     assert all(0 < row["accepted"] <= 1 for row in rows[1:])
 
 
+def test_requests_side_by_side_have_a_row_together(soloist):
+    options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 40, "--runs", 1)
+    done = soloist(
+        "bench", "decode", "etude-draft", *options, "--sequences", 3, "--prediction", "--wrong",
+        0.1, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    plain, predicted = json.loads(done.out)
+    assert (plain["sequences"], plain["columns"]) == (3, 3)
+    assert plain["output_ids_sha256"] == predicted["output_ids_sha256"]
+    assert predicted["tokens_per_round"] > 2
+    assert predicted["accepted"] > 0.5
+    alone = soloist("bench", "decode", "etude-draft", *options, "--temperature", 1, "--json")
+    (one,) = json.loads(alone.out)
+    # On a CPU each step of a request reads the weights for itself.
+    assert plain["streamed_bytes_per_token"] == one["streamed_bytes_per_token"]
+    moved = plain["streamed_bytes_per_token"] * plain["decode_tokens_per_s"]["median"]
+    assert plain["mbu"] == pytest.approx(moved / plain["bandwidth_gb_per_s"] / 1e9, abs=0.002)
+
+
 def test_the_prediction_of_a_text_is_what_follows_in_it(soloist, tmp_path):
     """Of a text whose rest is the answer all is right; of another one hardly anything."""
     prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"

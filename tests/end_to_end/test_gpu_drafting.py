@@ -1,23 +1,34 @@
 """Launches that draft give the tokens of launches that do not, on a GPU."""
 
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
 from end_to_end.test_experts import write_mixture
+from end_to_end.test_gpu_lanes import rounded
+from interpreter.lane_models import fields_of, random_weights
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.kernel import KernelModel
+from soloist.engine.kernel import Capacity, KernelModel, load_kernel
+from soloist.engine.support import find_support
 from soloist.megakernel.choice import Choice
-from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch, DraftingSequence
 from soloist.megakernel.launch import Query
+from soloist.megakernel.limits import KEPT_ROUNDS, MAX_QUERIES
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
 from soloist.sampling import SamplingParams
 from soloist.sampling.adjust import TokenCounts
-from soloist.speculation import Archive, Costs, Drafter, Drafting
+from soloist.settings import read_settings
+from soloist.speculation import NO_DRAFTS, Archive, Costs, Draft, Drafter, Drafting, deal
+from soloist.weights.sharding import shard_all
+from unit.model.configurations import written
 
 pytestmark = pytest.mark.gpu
 
@@ -27,8 +38,8 @@ PROMPT = "def fibonacci(n):\n"
 TOKENS = 200
 
 
-# What drafting depends on: how matrices, keys and values are stored, experts, and ranks, which
-# share GPU 0 here.
+# What drafting depends on: how matrices, keys and values are stored, experts, lanes, and ranks,
+# which share GPU 0 here.
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
@@ -42,6 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "2-ranks": {"rank_devices": (0, 0)},
     "2-ranks-int4": {"rank_devices": (0, 0), "weights": "int4"},
     "8-ranks": {"rank_devices": (0,) * 8},
+    "lanes": {},
 }
 
 
@@ -49,9 +61,27 @@ KINDS: dict[str, dict[str, Any]] = {
 WAYS = ("greedy", "sampled", "penalties")
 
 
+def laneformer() -> KernelModel:
+    """Random weights, with the vocabulary of étude."""
+    fields = {**fields_of("mean of lanes"), "vocab_size": 8192, "max_position_embeddings": 4096}
+    with TemporaryDirectory() as folder:
+        config = read_config(written(Path(folder), fields))
+    device = torch.device("cuda:0")
+    plan = find_support(config, Dtype.BF16, device).plan
+    assert plan is not None
+    weights = shard_all(plan.part_of(0), rounded(random_weights(config)))
+    capacity = Capacity(4096, sequences=len(WAYS))
+    on_gpu = {name: values.to(device) for name, values in weights.items()}
+    return load_kernel(plan, [on_gpu], [device], capacity, read_settings().cache, keep_rows=True)
+
+
 @cache
 def model(kind: str) -> KernelModel:
-    asked = EngineConfig("etude", device="cuda:0", context_tokens=4096, **KINDS[kind])
+    if kind == "lanes":
+        return laneformer()
+    asked = EngineConfig(
+        "etude", device="cuda:0", context_tokens=4096, sequences=len(WAYS), **KINDS[kind]
+    )
     with TemporaryDirectory() as folder:
         if kind.startswith("experts"):
             sizes = {"hidden_size": 256, "moe_intermediate_size": 256}
@@ -91,36 +121,94 @@ def choice(kind: str, how: str, output: list[int]) -> Choice | None:
 def plain(kind: str, how: str) -> tuple[int, ...]:
     """The prompt is fed, then the answer is decoded, a token a round."""
     decoder, ids = model(kind).decoder, list(prompt())
-    first = decoder.run([Query(0, 0, ids)], len(ids))[-1][0]
+    first = read(kind, 0)
     query = Query(0, len(ids), [first], choice=choice(kind, how, [first]))
     made = [first, *(tokens[0] for tokens in decoder.run([query], TOKENS))]
     assert len(made) == TOKENS + 1
     return tuple(made)
 
 
-def drafted(
-    kind: str, how: str, drafter: Drafter, stops: list[int], most: int
-) -> list[tuple[DraftedRound, int]]:
-    """Rounds of a launch over the same pages, and how many tokens the definition drafts in each."""
-    decoder, ids, output = model(kind).decoder, list(prompt()), [plain(kind, how)[0]]
-    left = most
-    draft = drafter.draft(output, min(7, left - 1))
-    launch = DraftingLaunch(drafter.state, draft, ids, output, most, stops)
-    query = Query(0, len(ids), output, stops, choice=choice(kind, how, output))
-    decoder.start_drafting(query, launch)
-    rounds, answer = [], [*output]
+def read(kind: str, row: int) -> int:
+    """Feed the prompt to a sequence; the token behind it."""
+    ids = list(prompt())
+    return model(kind).decoder.run([Query(row, 0, ids)], len(ids))[-1][0]
+
+
+@dataclass
+class Answer:
+    """A sequence of a launch that drafts, next to the definition."""
+
+    how: str
+    drafter: Drafter | None
+    most: int = TOKENS
+    draft: Draft | None = None
+    rounds: list[tuple[DraftedRound, int]] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token_id for made, _ in self.rounds for token_id in made.tokens]
+
+    def offer(self, stops: Sequence[int]) -> None:
+        left = self.most - len(self.tokens)
+        self.draft = None
+        if self.drafter is not None and left:
+            self.draft = self.drafter.draft(self.output, min(7, left - 1))
+        if self.draft is not None:
+            assert not set(stops) & set(self.draft.ids), "stops are tested apart"
+
+    def take(self, made: DraftedRound) -> None:
+        self.rounds.append((made, len(self.draft.ids) if self.draft else 0))
+        if self.draft is not None and self.drafter is not None:
+            right = len(made.tokens) - 1
+            self.drafter.judge(self.draft, min(right + 1, len(self.draft.ids)), right)
+        self.output += made.tokens
+
+
+def offer(answers: Sequence[Answer], stops: Sequence[int]) -> None:
+    for one in answers:
+        one.offer(stops)
+    offered = [len(one.draft.ids) if one.draft else 0 for one in answers]
+    for one, count in zip(answers, deal(offered, MAX_QUERIES - len(answers)), strict=True):
+        if one.draft is not None:
+            one.draft = replace(one.draft, ids=one.draft.ids[:count]) if count else None
+
+
+def launch(
+    kind: str, answers: Sequence[Answer], stops: Sequence[int] = (), *, keeps_logits: bool = False
+) -> None:
+    """A launch over pages that have the prompt, a sequence for each answer."""
+    decoder, ids = model(kind).decoder, list(prompt())
+    for row, one in enumerate(answers):
+        one.output = [read(kind, row)]
+        assert one.output == [plain(kind, one.how)[0]]
+    offer(answers, stops)
+    given = tuple(
+        DraftingSequence(
+            NO_DRAFTS if one.drafter is None else one.drafter.state,
+            one.draft, ids, list(one.output), one.most, stops,
+        )
+        for one in answers
+    )  # fmt: skip
+    queries = [
+        Query(row, len(ids), list(one.output), stops, choice=choice(kind, one.how, one.output))
+        for row, one in enumerate(answers)
+    ]
+    most_rounds = KEPT_ROUNDS if keeps_logits else TOKENS
+    decoder.start_drafting(queries, DraftingLaunch(given, most_rounds), keeps_logits=keeps_logits)
     for made in decoder.drafted_rounds():
-        rounds.append((made, len(draft.ids) if draft else 0))
-        if draft is not None:
-            fed, right = draft.ids, len(made.tokens) - 1
-            drafter.judge(draft, min(right + 1, len(fed)), right)
-        answer += made.tokens
-        left -= len(made.tokens)
-        draft = drafter.draft(answer, min(7, left - 1)) if left else None
-        if draft is not None:
-            ends = [n for n, token in enumerate(draft.ids) if token in stops]
-            assert not ends, "stops are tested apart"
-    return rounds
+        for one, of_one in zip(answers, made, strict=True):
+            one.take(of_one)
+        offer(answers, stops)
+
+
+def drafted(
+    kind: str, how: str, drafter: Drafter, stops: Sequence[int], most: int
+) -> list[tuple[DraftedRound, int]]:
+    """Rounds of a launch of one sequence, and how many tokens the definition drafts in each."""
+    one = Answer(how, drafter, most)
+    launch(kind, [one], stops)
+    return one.rounds
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -163,3 +251,63 @@ def test_the_same_launch_makes_the_same_rounds(kind: str) -> None:
         drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
         seen.append([made for made, _ in drafted(kind, "sampled", drafter, [], TOKENS)])
     assert all(one == seen[0] for one in seen)
+
+
+def edited(answer: Sequence[int], wrong: float, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2000) if rng.random() < wrong else t for t in answer]
+
+
+@pytest.mark.parametrize("wrong", [(0.0, 0.0, 0.0), (0.1, 0.3, 0.0), (1.0, None, 0.1)])
+def test_sequences_side_by_side_change_no_token(kind: str, wrong: tuple[float | None, ...]) -> None:
+    """Greedy, sampled and with penalties in one launch; who has no drafter drafts nothing."""
+    answers = []
+    for number, (how, share) in enumerate(zip(WAYS, wrong, strict=True)):
+        drafter = None
+        if share is not None:
+            predicted = edited(plain(kind, how), share, number)
+            drafter = Drafter(ALWAYS, prompt(), predicted, Archive())
+        answers.append(Answer(how, drafter))
+    launch(kind, answers)
+    assert max(len(one.tokens) for one in answers) == TOKENS, "until one has all"
+    for one in answers:
+        assert one.tokens == list(plain(kind, one.how)[1 : len(one.tokens) + 1])
+        assert [made.num_drafted for made, _ in one.rounds] == [count for _, count in one.rounds]
+        if one.drafter is None:
+            assert {count for _, count in one.rounds} == {0}
+    assert len({len(one.rounds) for one in answers}) == 1
+
+
+def test_two_greedy_sequences_change_no_token(kind: str) -> None:
+    answer = plain(kind, "greedy")
+    answers = [
+        Answer("greedy", Drafter(ALWAYS, prompt(), edited(answer, share, 5), Archive()))
+        for share in (0.0, 0.2)
+    ]
+    launch(kind, answers)
+    for one in answers:
+        assert one.tokens == list(answer[1 : len(one.tokens) + 1])
+
+
+@pytest.mark.parametrize("how", ["greedy", "sampled"])
+def test_logits_of_accepted_tokens_are_those_of_plain_rounds(kind: str, how: str) -> None:
+    decoder, ids = model(kind).decoder, list(prompt())
+    answer, vocab = plain(kind, how), model(kind).plan.model.vocab_size
+    one = Answer(how, Drafter(ALWAYS, prompt(), edited(answer, 0.2, 1), Archive()))
+    launch(kind, [one], keeps_logits=True)
+    assert len(one.rounds) == KEPT_ROUNDS
+    found = [
+        decoder.logits_of(number, column)[:vocab].cpu()
+        for number, (made, _) in enumerate(one.rounds)
+        for column in range(len(made.tokens))
+    ]
+    assert len(found) > KEPT_ROUNDS
+    wanted, first = list[torch.Tensor](), read(kind, 0)
+    for start in range(0, len(found), KEPT_ROUNDS):
+        output = list(answer[: start + 1])
+        query = Query(0, len(ids) + start, output[-1:], choice=choice(kind, how, output))
+        decoder.start([query], KEPT_ROUNDS, keeps_logits=True)
+        assert len(list(decoder.tokens())) == KEPT_ROUNDS
+        wanted += [decoder.logits_of(n, 0)[:vocab].cpu() for n in range(KEPT_ROUNDS)]
+    assert first == answer[0]
+    assert torch.equal(torch.stack(found), torch.stack(wanted[: len(found)]))

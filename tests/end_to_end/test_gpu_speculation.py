@@ -67,16 +67,22 @@ def test_lookup_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop.close()
 
 
-def test_a_prediction_waits_while_others_decode() -> None:
+@pytest.mark.parametrize("top_logprobs", [None, 2])
+def test_predictions_of_requests_side_by_side_change_no_bit(top_logprobs: int | None) -> None:
     loop = EngineLoop(engine().model, engine().tokenizer, engine().config.vocab_size)
     asked = [(engine().tokenizer.encode(x), PARAMS[i % 4]) for i, x in enumerate(PROMPTS)]
-    wanted = [answer(loop, *one)[0] for one in asked]
+    wanted = [answer(loop, *one, top_logprobs=top_logprobs)[0] for one in asked]
     tickets = [
-        loop.submit(*one, prediction_ids=list(before[0]))
+        loop.submit(*one, top_logprobs=top_logprobs, prediction_ids=list(before[0]))
         for one, before in zip(asked, wanted, strict=True)
     ]
+    accepted = 0
     for ticket, before in zip(tickets, wanted, strict=True):
-        end = events_of(ticket)[-1]
+        events = events_of(ticket)
+        end = events[-1]
         assert isinstance(end, Completion)
-        assert end.token_ids == before[0]
+        scores = [one for e in events if isinstance(e, Chunk) for one in e.logprobs]
+        assert (end.token_ids, scores) == (before[0], before[3])
+        accepted += end.timings.drafts.predicted_accepted
+    assert accepted > 0
     assert loop.close()

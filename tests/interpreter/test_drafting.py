@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from interpreter.models import Bench, Launch, configured, prompt
-from soloist.megakernel.interpreter.drafting import DraftedTokens, DraftingLaunch
+from soloist.megakernel.interpreter.drafting import (
+    DraftedTokens,
+    DraftingLaunch,
+    DraftingSequence,
+)
 from soloist.speculation import Archive, Costs, Drafter, Drafting
 from unit.prefill.models import random_weights
 
@@ -49,11 +53,20 @@ def plain(bench: Bench) -> tuple[list[int], torch.Tensor]:
 def drafted(
     bench: Bench, prediction: Sequence[int] | None, archive: Archive, stops: Sequence[int] = ()
 ) -> list[DraftedTokens]:
-    ids, first = read(bench, 1)
+    one = sequence(bench, 1, prediction, archive, stops)
+    return [made for (made,) in DraftingLaunch(launched(bench).ranks, [one]).rounds()]
+
+
+def sequence(
+    bench: Bench,
+    row: int,
+    prediction: Sequence[int] | None,
+    archive: Archive,
+    stops: Sequence[int] = (),
+) -> DraftingSequence:
+    ids, first = read(bench, row)
     drafter = Drafter(DRAFTING, ids, prediction, archive)
-    ranks = launched(bench).ranks
-    launch = DraftingLaunch(ranks, drafter, 1, len(ids), [first], TOKENS, stops)
-    return list(launch.rounds())
+    return DraftingSequence(drafter, row, len(ids), [first], TOKENS, stops)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
@@ -93,3 +106,26 @@ def test_a_stop_within_a_draft_ends_the_launch(
     rounds = drafted(bench, [first, *tokens], Archive(), [stop])
     wanted = tokens[: tokens.index(stop) + 1]
     assert [token for made in rounds for token in made.tokens] == wanted
+
+
+@pytest.mark.parametrize("wrong", [(0.0, 0.0, 0.0), (0.0, 0.3, 1.0)])
+def test_sequences_side_by_side_change_no_token(
+    bench: Bench, plain: tuple[list[int], torch.Tensor], wrong: tuple[float, ...]
+) -> None:
+    """Five of eight queries are drafts of three sequences."""
+    tokens, logits = plain
+    rng = random.Random(6)
+    first = read(bench, 0)[1]
+    predictions = [
+        [first, *(rng.randrange(50) if rng.random() < share else t for t in tokens)]
+        for share in wrong
+    ]
+    sequences = [sequence(bench, row, x, Archive()) for row, x in enumerate(predictions)]
+    rounds = list(DraftingLaunch(launched(bench).ranks, sequences).rounds())
+    for number, one in enumerate(sequences):
+        made = [of_round[number] for of_round in rounds]
+        count = len(one.output_ids) - 1
+        assert one.output_ids[1:] == tokens[:count]
+        seen = torch.cat([x.logits for x in made])
+        torch.testing.assert_close(seen, logits[:count], rtol=0, atol=1e-4)
+    assert max(sum(made.num_drafted for made in of_round) for of_round in rounds) == 5

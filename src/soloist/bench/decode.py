@@ -20,6 +20,7 @@ from soloist.bench.columns import experts_of_columns, run_columns
 from soloist.bench.contender import Contender, Run, gaps_s
 from soloist.bench.others import others_counted
 from soloist.bench.params import fixed_params
+from soloist.bench.side_by_side import run_requests
 from soloist.bench.sizes import require_at_least
 from soloist.bench.text import python_text, text_of
 from soloist.engine import Completion, Engine, EngineConfig
@@ -53,6 +54,7 @@ class Plan:
         beside: further models, such as the same one in other formats.
         text: whose beginning is the prompt; a prediction is then what follows in it, and the answer
             may be another text. None takes a module of Python's library.
+        sequences: requests side by side, each of which begins the text at another token.
     """
 
     asked: EngineConfig
@@ -67,6 +69,7 @@ class Plan:
     temperature: float = 0.0
     beside: tuple[str, ...] = ()
     text: Path | None = None
+    sequences: int = 1
 
 
 class Ours:
@@ -78,6 +81,7 @@ class Ours:
         drafting: what its runs draft.
         wrong: see `Plan`.
         expected: the text that the prediction is made of; None takes the answer.
+        sequences: requests side by side, without detokenisation where there are several.
     """
 
     def __init__(
@@ -87,31 +91,46 @@ class Ours:
         drafting: Drafting | None = None,
         wrong: float | None = None,
         expected: Sequence[int] | None = None,
+        sequences: int = 1,
     ) -> None:
         self.name, self.drafting, self.wrong = "soloist", drafting, wrong
         self._engine = engine
         self._temperature = temperature
-        self._prediction: list[int] | None = None
+        self._predictions: list[list[int] | None] = [None] * sequences
         if expected is not None and wrong is not None:
-            self._prediction = with_wrong(expected, wrong, engine.config.vocab_size)
+            self._predictions = [with_wrong(expected, wrong, engine.config.vocab_size)]
 
     def run(self, prompt_ids: list[int], new_tokens: int) -> Run:
+        """As any caller asks; where there is no prediction, the answers are the next runs'."""
+        count = len(self._predictions)
+        self._engine.model.drafting = self.drafting
+        if count == 1:
+            run = self._alone(prompt_ids, new_tokens)
+            answers = [run.token_ids]
+        else:
+            prompts = [[*prompt_ids[i:], *prompt_ids[:i]] for i in range(count)]
+            run, answers = run_requests(
+                self._engine, prompts, new_tokens, self._temperature, self._predictions
+            )
+        self._engine.model.drafting = None
+        if self.wrong is not None and None in self._predictions:
+            # Of the run that warms up; the same in all others.
+            vocab_size = self._engine.config.vocab_size
+            self._predictions = [with_wrong(ids, self.wrong, vocab_size) for ids in answers]
+        return run
+
+    def _alone(self, prompt_ids: list[int], new_tokens: int) -> Run:
         """Through `Engine.generate`, detokenisation included."""
         params = fixed_params(self._temperature, new_tokens)
         times: list[float] = []
-        self._engine.model.drafting = self.drafting
-        for event in self._engine.generate(prompt_ids, params, prediction=self._prediction):
+        (prediction,) = self._predictions
+        for event in self._engine.generate(prompt_ids, params, prediction=prediction):
             if isinstance(event, Completion):
                 break
             if event.token_ids:
                 times.append(time.perf_counter())
         else:
             raise AssertionError("a request ends with a completion")
-        self._engine.model.drafting = None
-        if self.wrong is not None and self._prediction is None:
-            # Of the run that warms up; the same in all others.
-            vocab_size = self._engine.config.vocab_size
-            self._prediction = with_wrong(event.token_ids, self.wrong, vocab_size)
         t = event.timings
         drafted = t.tokens_per_round if self.drafting is not None else None
         accepted = t.drafts.accepted / t.drafts.drafted if t.drafts.drafted else None
@@ -164,7 +183,9 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
     # Room for this request only: on a GPU the bandwidth test wants some memory as well.
     tokens = plan.prompt_tokens + plan.new_tokens + plan.columns - 1
     engines = [
-        Engine.load(replace(plan.asked, model=model, context_tokens=tokens))
+        Engine.load(
+            replace(plan.asked, model=model, context_tokens=tokens, sequences=plan.sequences)
+        )
         for model in (plan.asked.model, *plan.beside)
     ]
     engine, texts = engines[0], [_text_ids(plan, one) for one in engines]
@@ -217,16 +238,17 @@ def _ours(plan: Plan, engine: Engine, expected: Sequence[int] | None) -> list[Co
         SettingError: this model's drafts are not checked here.
     """
     drafting, engine.model.drafting = engine.model.drafting, None
-    ours: list[Contender] = [Ours(engine, plan.temperature)]
+    count = plan.sequences
+    ours: list[Contender] = [Ours(engine, plan.temperature, sequences=count)]
     if plan.wrong is not None:
         if drafting is None:
             raise SettingError("--prediction", "on", "off, since this model checks no drafts here")
         predicted = replace(drafting, looks_up=False)
-        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong, expected))
+        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong, expected, count))
     if plan.looks_up:
         if drafting is None or not drafting.looks_up:
             raise SettingError("--speculate", "auto", "off, since this model looks up no drafts")
-        ours.append(Ours(engine, plan.temperature, drafting))
+        ours.append(Ours(engine, plan.temperature, drafting, sequences=count))
     return ours
 
 
@@ -262,7 +284,9 @@ def _check(plan: Plan) -> None:
         ("--runs", plan.runs, 1),
         ("--busy", plan.num_busy, 0),
         ("--columns", plan.columns, 1),
+        ("--sequences", plan.sequences, 1),
     )
+    _check_sequences(plan)
     fixed_params(plan.temperature, plan.new_tokens)
     if plan.columns > MAX_QUERIES:
         raise SettingError("--columns", plan.columns, f"at most {MAX_QUERIES}")
@@ -290,6 +314,20 @@ def _check(plan: Plan) -> None:
         raise SettingError("--against", plan.against, allowed, "measure a merged folder")
 
 
+def _check_sequences(plan: Plan) -> None:
+    most = min(MAX_QUERIES, plan.prompt_tokens)
+    if plan.sequences > most:
+        reason = "" if most == MAX_QUERIES else ", as many beginnings as the prompt has"
+        raise SettingError("--sequences", plan.sequences, f"at most {most}{reason}")
+    for option, given in (
+        ("--columns", None if plan.columns == 1 else plan.columns),
+        ("--against", plan.against),
+        ("--text", plan.text),
+    ):
+        if plan.sequences > 1 and given is not None:
+            raise SettingError(option, given, "only without --sequences")
+
+
 def _row(
     plan: Plan,
     engine: Engine,
@@ -304,12 +342,15 @@ def _row(
         drafting = "lookup" if wrong is None else "prediction"
     per_round = [run.tokens_per_round for run in runs if run.tokens_per_round is not None]
     accepted = [run.accepted for run in runs if run.accepted is not None]
-    speeds = [plan.columns * (plan.new_tokens - 1) / run.decode_s for run in runs]
+    columns, sharing = plan.columns * plan.sequences, 1
+    if engine.model.shares_steps:
+        sharing = plan.sequences
+    speeds = [columns * (plan.new_tokens - 1) / run.decode_s for run in runs]
     speed = rows.Spread.of(speeds)
     chosen = engine.resolved
     kv = chosen.kv if name == "soloist" else plain(chosen.dtype)
     middle = plan.prompt_tokens + plan.new_tokens // 2
-    streamed = engine.report.streamed_bytes + kv_bytes_seen(engine.config, kv, middle)
+    streamed = engine.report.streamed_bytes + sharing * kv_bytes_seen(engine.config, kv, middle)
     hashes = {hashlib.sha256(repr(run.token_ids).encode()).hexdigest()[:16] for run in runs}
     gpus = chosen.num_gpus if name == "soloist" else min(1, chosen.num_gpus)
     packages = ["torch"] if name == "soloist" else ["torch", "transformers"]
@@ -321,7 +362,7 @@ def _row(
         precision=chosen.dtype.value,
         prompt_tokens=plan.prompt_tokens,
         new_tokens=plan.new_tokens,
-        columns=plan.columns,
+        columns=columns,
         runs=len(runs),
         ttft_ms=rows.Spread.of([run.ttft_s * 1e3 for run in runs]),
         decode_tokens_per_s=speed,
@@ -331,6 +372,7 @@ def _row(
             streamed
             * speed.median
             / (median(per_round) if per_round else plan.columns)
+            / sharing
             / max(1, gpus)
             / bandwidth.gb_per_s
             / 1e9,
@@ -342,6 +384,7 @@ def _row(
         tokens_per_round=round(median(per_round), 2) if per_round else None,
         temperature=plan.temperature,
         output_ids_sha256=" ".join(sorted(hashes)),
+        sequences=plan.sequences,
         start_position=plan.prompt_tokens,
         bandwidth_method=bandwidth.method,
         token_ms=token_ms(runs),

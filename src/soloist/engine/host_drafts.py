@@ -1,14 +1,12 @@
 """Drafts of the host, checked in launches of one round: what the kernel cannot do alone.
 
-For predictions of models for which no launch drafts, and of requests with penalties, a form or log
-probabilities, whose masks and counts are written between rounds.
+For predictions of requests with a form, whose masks are written between rounds, and of contexts
+that are too long for the kernel's searches.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-from torch import Tensor
 
 from soloist.engine.decode_path import DecodePath, choice_of
 from soloist.engine.executor import CHOOSING, Outcome, Picked, Verified, own_failure, verify
@@ -39,7 +37,7 @@ class HostDrafts:
         decoder: launches rounds.
         decode_path: writes its page tables.
         pages: who has those of requests.
-        pick: observes a token that the kernel chose; with logits [rows] its log probabilities, too.
+        pick: observes a token that the kernel chose in a round, here the first, for a query.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class HostDrafts:
         decoder: Launcher,
         decode_path: DecodePath,
         pages: PageOwner,
-        pick: Callable[[Request, int, Tensor | None], Picked],
+        pick: Callable[[Request, int, int, int], Picked],
     ) -> None:
         self._decoder, self._decode_path = decoder, decode_path
         self._pages, self._pick = pages, pick
@@ -167,14 +165,11 @@ class HostDrafts:
         if check.tokens is None:
             return check.failure
         try:
-            logits = None if request.top_logprobs is None else self._decoder.logits
-
-            def pick_at(column: int) -> Picked:
-                return self._pick(
-                    request, chosen[column], None if logits is None else logits[column]
-                )
-
-            return verify(request, check.draft, pick_at)
+            return verify(
+                request,
+                check.draft,
+                lambda column: self._pick(request, chosen[column], 0, column),
+            )
         except Exception as error:  # noqa: BLE001 - it concerns this request alone
             return own_failure(CHOOSING, error)
         finally:

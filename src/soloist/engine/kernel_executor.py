@@ -20,14 +20,13 @@ from soloist.engine.executor import (
     Executor,
     Outcome,
     Picked,
-    Verified,
     own_failure,
     pick,
     picked,
     take_forced,
-    verify,
 )
 from soloist.engine.host_drafts import HostDrafts
+from soloist.engine.kernel_drafts import KernelDrafts, told, watch
 from soloist.engine.launch_ahead import LaunchAhead
 from soloist.engine.pass_pace import PassPace
 from soloist.engine.request import Request
@@ -40,15 +39,14 @@ from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.page_copies import PageCopies
 from soloist.kv.saving import SavedChunks, SavedTokens, Source, Trail
 from soloist.kv.tiers import CachedTokens, Host
-from soloist.megakernel.abi import MAX_STOPS
-from soloist.megakernel.drafting import DraftingLaunch
+from soloist.megakernel.abi import MAX_STOPS, MOST_DRAFTING_SEQUENCES, MOST_DRAFTS
 from soloist.megakernel.launch import Query
-from soloist.megakernel.limits import MAX_QUERIES
+from soloist.megakernel.limits import KEPT_ROUNDS, MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
-from soloist.megakernel.sampling_header import NO_TOKEN, bad_score
+from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Costs, Draft, Drafter, Drafting
+from soloist.speculation import Costs, Drafter, Drafting
 
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
@@ -67,9 +65,6 @@ _ROUNDS_TOKENS = 64
 # taken to be this, in thousandths of a round.
 PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False, rests_first=True)
 
-# Instead of a token, where no score was a number.
-_NO_SCORE = NO_TOKEN["NAN"][0]
-
 
 class KernelExecutor(Executor):
     """Requests over what launches rounds and what reads prompts.
@@ -78,11 +73,13 @@ class KernelExecutor(Executor):
     them all, and reads again what it had come to: the prompt as before, its answer in rounds of
     eight queries, which give the bits of one.
 
-    A request that decodes alone is checked against its prediction, or against what is looked up, in
-    rounds with a query for each drafted token. The kernel drafts, many rounds a launch; for
-    predictions the host drafts what the kernel cannot do alone, for a launch of one round. Where
-    drafts do not pay (`Drafter.is_resting`), and before anything was looked up with success,
-    launches are those of other requests, and the host watches whether drafts would be right.
+    Requests are checked against their predictions, or against what is looked up, in rounds with a
+    query for each drafted token; requests side by side share the queries (`deal`). The kernel
+    drafts, many rounds a launch. Masks of a form are the host's, so while one is open nobody
+    drafts, but for a prediction of a request that decodes alone: the host drafts, for a launch of
+    one round. Where drafts do not pay (`Drafter.is_resting`), and before anything was looked up
+    with success, launches are those of other requests, and the host watches whether drafts would be
+    right.
 
     Args:
         decoder: launches rounds; its page tables have a row for each request.
@@ -97,8 +94,7 @@ class KernelExecutor(Executor):
         host: offloads cached pages that are needed for something else; None where nobody does.
 
     Attributes:
-        drafts_in_kernel: a request that decodes alone drafts within launches, as `drafting` says,
-            where the kernel can do alone what it asks for.
+        drafts_in_kernel: requests without a form draft within launches, as `drafting` says.
         tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 
@@ -119,7 +115,8 @@ class KernelExecutor(Executor):
         self._ahead = LaunchAhead(decoder)
         self.tails = TailRule()
         self._decode_path = DecodePath(decoder, vocab_size)
-        self._host_drafts = HostDrafts(decoder, self._decode_path, self, self._pick)
+        self._host_drafts = HostDrafts(decoder, self._decode_path, self, self.pick)
+        self._kernel_drafts = KernelDrafts(decoder, self._ahead, self)
         self._vocab_size = vocab_size
         most = min(chunk_tokens, prefill.most_tokens)
         self.chunks = growing_chunks(most) if keeps_prefixes else PrefixChunks(most, most)
@@ -378,10 +375,10 @@ class KernelExecutor(Executor):
         string ends the answer, there is a round too many.
         """
         sampler, drafter = request.sampler, request.drafter
-        is_alone = len(self._allocations) == 1 and _may_draft_in_kernel(request)
-        is_alone = is_alone and not sampler.params.has_penalties
+        is_alone = len(self._allocations) == 1
+        is_plain = not (sampler.is_constrained or sampler.params.has_penalties)
         host_drafts = drafter is not None and drafter.has_prediction and not self.drafts_in_kernel
-        if host_drafts or not is_alone:
+        if host_drafts or not (is_alone and is_plain and request.top_logprobs is None):
             return
         guess = None if drafter is None else drafter.first_guess
         # A predicted text may have tokens that the model has not.
@@ -390,11 +387,11 @@ class KernelExecutor(Executor):
             if request.has_all_tokens or not self.reserve([request]):
                 return
             rounds = min(self.decoder.max_rounds, request.num_wanted)
-            rounds = self._take_pages([request], rounds)
+            rounds = self.take_pages([request], rounds)
             row = self._row_of(self.allocation_of(request))
             drafting = None
             if drafter is not None and self.drafts_in_kernel and not drafter.is_resting:
-                drafting = self._drafting_launch(request, drafter.anew(), rounds)
+                drafting = self._kernel_drafts.launch([request], [drafter.anew()], [rounds], rounds)
             self._ahead.prepare(_query(request, row), rounds, drafting)
         finally:
             sampler.rollback(1)
@@ -421,26 +418,76 @@ class KernelExecutor(Executor):
     def _rounds(
         self, requests: Sequence[Request], most: int
     ) -> Generator[list[Outcome], None, None]:
-        """`rounds`, without a look at the clock.
-
-        Where log probabilities are wanted a launch has one round: the kernel leaves the logits of
-        its last round only.
-        """
-        drafter = requests[0].drafter if len(requests) == 1 else None
-        in_kernel = self.drafts_in_kernel and _may_draft_in_kernel(requests[0])
-        if drafter is not None and not (in_kernel or drafter.has_prediction):
-            drafter = None  # a launch for each draft costs more than what is looked up brings
-        if drafter is not None and not drafter.is_resting:
-            assert self.drafting is not None, "it drafts"
-            most_drafts = self.drafting.costs.most
-            drafted_rounds = self._drafted_rounds if in_kernel else self._host_drafts.rounds
-            had_drafts = yield from drafted_rounds(requests[0], most, most_drafts)
-            if had_drafts:
+        """`rounds`, without a look at the clock."""
+        in_kernel = self._may_draft_in_kernel(requests)
+        drafters = [r.drafter if in_kernel else None for r in requests]
+        if len(requests) == 1 and (drafter := requests[0].drafter) and drafter.has_prediction:
+            # A launch for each draft costs more than what is looked up brings.
+            drafters = [drafter]
+        drafting = [d for d in drafters if d is not None and not d.is_resting]
+        if drafting:
+            drafted = (
+                self._kernel_drafts.rounds(requests, drafters, most)
+                if in_kernel
+                else self._host_drafts.rounds(requests[0], most, MOST_DRAFTS)
+            )
+            if (yield from drafted):
                 return
-            drafter.rest()
+            for drafter in drafting:
+                drafter.rest()
+        yield from self._plain_rounds(requests, drafters, most)
+
+    def _may_draft_in_kernel(self, requests: Sequence[Request]) -> bool:
+        """Whether the kernel has all that columns of these requests need."""
+        has_forms = any(r.sampler.is_constrained for r in requests)
+        fit = len(requests) <= MOST_DRAFTING_SEQUENCES
+        return self.drafts_in_kernel and fit and not has_forms
+
+    def _plain_rounds(
+        self, requests: Sequence[Request], drafters: Sequence[Drafter | None], most: int
+    ) -> Generator[list[Outcome], None, None]:
+        """A launch in which each request has a query; drafters watch it.
+
+        Where log probabilities are wanted it has no more rounds than there is room for logits, and
+        one beside a form: a round is told once the next one has come, while masks follow what was
+        told.
+        """
         shows_logits = any(r.top_logprobs is not None for r in requests)
-        count = 1 if shows_logits else min(most, self.decoder.max_rounds)
-        count = self._take_pages(requests, min(count, *(r.num_wanted for r in requests)))
+        count = min(most, self.decoder.max_rounds, *(r.num_wanted for r in requests))
+        if shows_logits:
+            has_forms = any(r.sampler.is_constrained for r in requests)
+            count = min(count, 1 if has_forms else KEPT_ROUNDS)
+        count = self.take_pages(requests, count)
+        queries = yield from self.queries(requests)
+        if queries is None:
+            return
+        settled: dict[int, Outcome] = {}
+        self._ahead.start(queries, count, keeps_logits=shows_logits)
+        tokens = self.decoder.tokens()
+        try:
+            for number, chosen in told(tokens, is_late=shows_logits):
+                yield [
+                    settled[query]
+                    if query in settled
+                    else self._outcome(number, query, r, chosen[query], settled)
+                    for query, r in enumerate(requests)
+                ]
+                if watch(requests, drafters):
+                    self.decoder.stop()
+        finally:
+            self.decoder.abandon()
+            for _ in tokens:
+                pass
+            for one in requests:
+                self.allocator.came_to(self.allocation_of(one), one.position)
+
+    def queries(
+        self, requests: Sequence[Request]
+    ) -> Generator[list[Outcome], None, list[Query] | None]:
+        """Of a launch's requests, once keys and values of all tokens before them are there.
+
+        None where a request has no query, after an outcome that says why.
+        """
         queries = []
         for number, one in enumerate(requests):
             allocation = self.allocation_of(one)
@@ -452,104 +499,8 @@ class KernelExecutor(Executor):
             except Exception as error:  # noqa: BLE001 - the others go on
                 failure = own_failure(CHOOSING, error)
                 yield [failure if n == number else None for n in range(len(requests))]
-                return
-        settled: dict[int, Outcome] = {}
-        self._ahead.start(queries, count)
-        tokens = self.decoder.tokens()
-        try:
-            for chosen in list(tokens) if shows_logits else tokens:
-                yield [
-                    settled[query]
-                    if query in settled
-                    else self._outcome(query, r, chosen[query], settled)
-                    for query, r in enumerate(requests)
-                ]
-                if drafter is not None and drafter.watch(requests[0].sampler.output_ids):
-                    self.decoder.stop()
-        finally:
-            self.decoder.abandon()
-            for _ in tokens:
-                pass
-            for one in requests:
-                self.allocator.came_to(self.allocation_of(one), one.position)
-
-    def _drafted_rounds(
-        self, request: Request, most: int, most_drafts: int
-    ) -> Generator[list[Outcome], None, bool]:
-        """A launch whose rounds check what the kernel drafts; whether there was one.
-
-        The host follows with the same drafter, so it knows each round's draft, and tells it. Where
-        none has come for some rounds it ends the launch: rounds of one query are quicker.
-        """
-        drafter, decoder = request.drafter, self.decoder
-        assert drafter is not None, "it drafts"
-        allocation = self.allocation_of(request)
-        count = min(most, decoder.max_rounds, request.num_wanted)
-        left = self._take_pages([request], count)
-        self._decode_path.feed(
-            request, allocation, request.position - request.num_behind, request.position
-        )
-        request.num_behind = 0
-        launch = self._drafting_launch(request, drafter, left)
-        if launch is None:
-            return False
-        draft = launch.draft
-        try:
-            query = _query(request, self._row_of(allocation))
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            yield [own_failure(CHOOSING, error)]
-            return True
-        self._ahead.start_drafting(query, launch)
-        rounds = decoder.drafted_rounds()
-        try:
-            for made in rounds:
-                assert made.num_drafted == (0 if draft is None else len(draft.ids)), "drafts differ"
-                left -= len(made.tokens)
-                outcome = self._drafted(request, draft, made.tokens)
-                yield [outcome]
-                # An answer that ended joined the texts that the host looks up in.
-                if request.is_finished or not isinstance(outcome, Picked | Verified):
-                    break
-                draft = request.draft(min(most_drafts, left - 1))
-                if drafter.is_idle and not drafter.is_resting:
-                    drafter.rest()
-                    decoder.stop()
-        finally:
-            decoder.abandon()
-            for _ in rounds:
-                pass
-            self.allocator.came_to(allocation, request.position)
-        return True
-
-    def _drafting_launch(
-        self, request: Request, drafter: Drafter, left: int
-    ) -> DraftingLaunch | None:
-        """What a launch that drafts is given, of a request that may have so many tokens more.
-
-        None where nothing is drafted behind the latest token.
-        """
-        assert self.drafting is not None, "it drafts"
-        draft = request.draft(min(self.drafting.costs.most, left - 1), drafter)
-        if draft is None:
-            return None
-        output_ids = list(request.sampler.output_ids)
-        stops = sorted(request.sampler.stop_test.ending_ids)
-        return DraftingLaunch(drafter.state, draft, request.prompt_ids, output_ids, left, stops)
-
-    def _drafted(self, request: Request, draft: Draft | None, tokens: Sequence[int]) -> Outcome:
-        """What a round's tokens mean."""
-        try:
-            if draft is None:
-                return self._pick(request, tokens[0], None)
-
-            def pick_at(column: int) -> Picked:
-                # What the kernel does not tell had no finite score.
-                token_id = tokens[column] if column < len(tokens) else _NO_SCORE
-                return self._pick(request, token_id, None)
-
-            return verify(request, draft, pick_at)
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone
-            return own_failure(CHOOSING, error)
+                return None
+        return queries
 
     def _row_of(self, allocation: SequenceAllocation) -> int:
         """The row of the page tables that has a sequence's pages now; no launch is running then.
@@ -560,49 +511,47 @@ class KernelExecutor(Executor):
             self._ahead.end()
         return self._decode_path.row_of(allocation)
 
-    def _take_pages(self, requests: Sequence[Request], count: int) -> int:
-        """As many rounds, at most `count`, as there are pages for."""
+    def take_pages(self, requests: Sequence[Request], count: int) -> int:
+        """As many tokens of each request, at most `count`, as there are pages for."""
         assert self.reserve(requests), "the caller did so before"
         allocations = [self.allocation_of(r) for r in requests]
         while count > _ASSURED_ROUNDS:
-            if self.allocator.look_ahead(allocations, [r.position + count for r in requests]):
+            positions = [r.position + min(count, r.num_wanted) for r in requests]
+            if self.allocator.look_ahead(allocations, positions):
                 return count
             count = max(_ASSURED_ROUNDS, count // 2)
         return count
 
     def _outcome(
-        self, query: int, request: Request, token_id: int, settled: dict[int, Outcome]
+        self,
+        number: int,
+        query: int,
+        request: Request,
+        token_id: int,
+        settled: dict[int, Outcome],
     ) -> Outcome:
-        """What a query's token means.
+        """What a query's token of a round means.
 
         `settled` has what the launch's further rounds bring for queries whose tokens mean nothing
         any more; this one may join them.
         """
         try:
-            return self._chosen(query, request, token_id, settled)
+            outcome = self.pick(request, token_id, number, query)
+            if request.sampler.is_constrained and request.top_logprobs is None:
+                # As soon as it is known: the kernel may be waiting for it.
+                ends = bool(request.num_behind) or request.has_all_tokens
+                self.decoder.allow(query, None if ends else request.sampler.allowed())
+                if ends:
+                    settled[query] = None
         except Exception as error:  # noqa: BLE001 - the other queries go on
             failure = own_failure(CHOOSING, error)
             self.decoder.allow(query, None)
             settled[query] = failure
             return failure
-
-    def _chosen(
-        self, query: int, request: Request, token_id: int, settled: dict[int, Outcome]
-    ) -> Outcome:
-        is_scored = request.top_logprobs is not None
-        outcome = self._pick(request, token_id, self.decoder.logits[query] if is_scored else None)
-        if is_scored:
-            return outcome
-        if request.sampler.is_constrained:
-            # As soon as it is known: the kernel may be waiting for it.
-            ends = bool(request.num_behind) or request.has_all_tokens
-            self.decoder.allow(query, None if ends else request.sampler.allowed())
-            if ends:
-                settled[query] = None
         return outcome
 
-    def _pick(self, request: Request, token_id: int, logits: Tensor | None) -> Picked:
-        """A token that the kernel chose, observed; with `logits` [rows] its log probabilities.
+    def pick(self, request: Request, token_id: int, number: int, query: int) -> Picked:
+        """A token that the kernel chose for a query of a round, observed.
 
         Raises:
             BadLogits: it is none.
@@ -611,7 +560,8 @@ class KernelExecutor(Executor):
         if token_id >= self._vocab_size:
             raise BadLogits(request.position + 1, bad_score(token_id))
         request.sampler.observe(token_id)
-        if logits is not None:
+        if request.top_logprobs is not None:
+            logits = self.decoder.logits_of(number, query)
             return picked(request, token_id, logits[: self._vocab_size])
         return Picked(token_id, forced=take_forced(request, SPAN_TOKENS))
 
@@ -624,11 +574,6 @@ class KernelExecutor(Executor):
 def _are_there(logits: Tensor) -> bool:
     """Whether a GPU has computed logits, so that what the host does now delays their token."""
     return logits.is_cuda and torch.cuda.current_stream(logits.device).query()
-
-
-def _may_draft_in_kernel(request: Request) -> bool:
-    """Whether the kernel can do alone what a column of the only request needs."""
-    return request.top_logprobs is None and not request.sampler.is_constrained
 
 
 def _query(request: Request, row: int) -> Query:

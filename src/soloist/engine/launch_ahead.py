@@ -73,21 +73,25 @@ class LaunchAhead:
                 raise
             log.exception("a launch whose tokens nobody wanted failed")
 
-    def start(self, queries: Sequence[Query], rounds: int) -> None:
+    def start(self, queries: Sequence[Query], rounds: int, *, keeps_logits: bool = False) -> None:
         """Start a launch, unless it has begun; arguments as of `Decoder.start`."""
-        if self._begun is not None and self._begun.is_for(queries, rounds):
+        begun = None if keeps_logits else self._begun
+        if begun is not None and begun.is_for(queries, rounds):
             self._begun = None
             return
         self.end()
-        self._decoder.start(queries, rounds)
+        self._decoder.start(queries, rounds, keeps_logits=keeps_logits)
 
-    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+    def start_drafting(
+        self, queries: Sequence[Query], launch: DraftingLaunch, *, keeps_logits: bool = False
+    ) -> None:
         """The same for a launch that drafts; arguments as of `Decoder.start_drafting`."""
-        if self._begun is not None and self._begun.drafts(query, launch):
+        begun = None if keeps_logits else self._begun
+        if begun is not None and begun.drafts(queries, launch):
             self._begun = None
             return
         self.end()
-        self._decoder.start_drafting(query, launch)
+        self._decoder.start_drafting(queries, launch, keeps_logits=keeps_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class _Launch:
         """Whether it is this launch; it does not draft."""
         return self.drafting is None and rounds == self.rounds and list(queries) == [self.query]
 
-    def drafts(self, query: Query, launch: DraftingLaunch) -> bool:
+    def drafts(self, queries: Sequence[Query], launch: DraftingLaunch) -> bool:
         """Whether it is this launch, which drafts."""
-        return query == self.query and self.drafting is not None and launch.is_like(self.drafting)
+        is_like = self.drafting is not None and launch.is_like(self.drafting)
+        return is_like and list(queries) == [self.query]

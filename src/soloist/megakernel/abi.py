@@ -19,6 +19,8 @@ from soloist.megakernel.limits import MAX_QUERIES
 MAX_STOPS = 16
 # Tokens that a round may check beside the latest one.
 MOST_DRAFTS = MAX_QUERIES - 1
+# Sequences of a launch that drafts: with one more, no query would be left for a draft.
+MOST_DRAFTING_SEQUENCES = MAX_QUERIES - 1
 # A prediction, and matches of four lengths.
 DRAFT_KINDS = 5
 
@@ -261,7 +263,7 @@ DEPTH = Struct(
 
 DRAFTER = Struct(
     "Drafter",
-    "What drafts of a launch's one sequence depend on; every block has it, and changes it alike.",
+    "What a sequence's drafts depend on; every block has it, and changes it alike.",
     (
         Field("depths", DEPTH, "by kind", Length("kDraftKinds", DRAFT_KINDS)),
         Field("num_history", "u32", "tokens of prompt and answer"),
@@ -279,13 +281,18 @@ DRAFTER = Struct(
 
 DRAFT_START = Struct(
     "DraftStart",
-    "Written by the host for each launch that drafts.",
+    "Written by the host for each sequence of a launch that drafts.",
     (
         Field("drafter", DRAFTER, "its draft stands in the launch's input tokens"),
         Field("costs", "u32", "of rounds, by drafts from 1 on", Length("kMostDrafts", MOST_DRAFTS)),
-        Field("num_costs", "u32"),
+        Field("num_costs", "u32", "0 where it drafts nothing"),
         Field("looks_up", "u32", "drafts come from other texts than the prediction, too"),
         Field("num_stops", "u32"),
+        Field("column", "u32", "query of the first round that has its latest token"),
+        Field("history", "u32*", "with room for what the launch may make; block 0 appends"),
+        Field("prediction", "const u32*"),
+        Field("archive", "const u32*", "kDraftGap between two answers"),
+        Field("stops", "const u32*", "tokens that end the answer, all of them"),
     ),
 )
 
@@ -293,12 +300,10 @@ DRAFT_BUFFERS = Struct(
     "DraftBuffers",
     "What kernels that draft need beside the workspace.",
     (
-        Field("start", "const DraftStart*"),
-        Field("history", "u32*", "with room for what the launch may make; block 0 appends"),
-        Field("prediction", "const u32*"),
-        Field("archive", "const u32*", "kDraftGap between two answers"),
-        Field("stops", "const u32*", "tokens that end the answer, all of them"),
-        Field("records", "uint4*", "[block], zeroed for each launch"),
+        Field("starts", "const DraftStart*", "[sequence]"),
+        Field("records", "uint4*", "[sequence][block], zeroed for each launch"),
+        Field("drafters", "Drafter*", "[block][sequence], but for the first sequence"),
+        Field("num_sequences", "u32"),
     ),
 )
 

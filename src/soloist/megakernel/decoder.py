@@ -18,13 +18,22 @@ from torch import Tensor
 from soloist.errors import KernelStuck, LaunchError
 from soloist.jit.module import Module
 from soloist.kv.layout import PAGE_POSITIONS
-from soloist.megakernel.abi import DRAFT_BUFFERS, LAUNCH, MASKS, SAMPLE_BUFFERS, params
+from soloist.megakernel.abi import (
+    DRAFT_BUFFERS,
+    DRAFT_START,
+    DRAFTER,
+    LAUNCH,
+    MASKS,
+    MOST_DRAFTING_SEQUENCES,
+    SAMPLE_BUFFERS,
+    params,
+)
 from soloist.megakernel.drafting import EMITTED_WORDS, DraftedRound, DraftingLaunch
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.header import BUILT_FOR, Build
 from soloist.megakernel.kernel import DecodeKernel, load_drafting
 from soloist.megakernel.launch import LAUNCH_WORDS, Given, Query, pack, pack_drafting
-from soloist.megakernel.limits import MAX_QUERIES, THREADS
+from soloist.megakernel.limits import KEPT_ROUNDS, MAX_QUERIES, THREADS
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.sampler import KernelSampler
@@ -47,12 +56,14 @@ class _Prepared:
         params: the kernel's parameter.
         num_queries: of its first round.
         most_rounds: it has no more.
+        drafting: of a launch that drafts.
     """
 
     module: Module
     params: "ctypes.Array[ctypes.c_uint8]"
     num_queries: int
     most_rounds: int
+    drafting: DraftingLaunch | None
 
 
 class Decoder:
@@ -70,6 +81,9 @@ class Decoder:
 
     Attributes:
         prepares_while_running: the next launch may be made ready while one runs.
+        kept_logits: [KEPT_ROUNDS, MAX_QUERIES, rows] fp32, for launches that keep the logits of
+            all their rounds.
+        logits: [MAX_QUERIES, rows], of the last round of other launches.
     """
 
     prepares_while_running = True
@@ -101,9 +115,10 @@ class Decoder:
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
         self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(
-            MAX_QUERIES, plan.exchanges.logit_rows, dtype=torch.float32, device=device
+        self.kept_logits = torch.zeros(
+            KEPT_ROUNDS, MAX_QUERIES, plan.exchanges.logit_rows, dtype=torch.float32, device=device
         )
+        self.logits = self.kept_logits[0]
 
         def pinned(*counts: int) -> Tensor:
             return torch.zeros(counts, dtype=torch.int32, pin_memory=True)
@@ -133,6 +148,7 @@ class Decoder:
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         self._embedding_scale = self._measure_embedding()
         self._prepared: _Prepared | None = None
+        self._launched_drafting: DraftingLaunch | None = None
         self._parameters: dict[bool, NDArray[np.void]] = {}
 
     def load(self, build: Build) -> None:
@@ -174,7 +190,14 @@ class Decoder:
         squares = math.fsum((x * x).sum().item() for x in map(Tensor.float, chunks))
         return float((squares / (self.plan.model.vocab_size * self.plan.model.hidden_size)) ** -0.5)
 
-    def start(self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None) -> None:
+    def start(
+        self,
+        queries: Sequence[Query],
+        rounds: int,
+        *,
+        logits: Tensor | None = None,
+        keeps_logits: bool = False,
+    ) -> None:
         """Start a launch of at most `rounds` rounds; it ends early when a query stops.
 
         For a plan of one rank. Where a query has a `Choice`, the kernel that samples runs, and its
@@ -184,9 +207,10 @@ class Decoder:
             queries: 1 … 8; queries of one sequence lie side by side with rising positions.
             rounds: 1 … max_rounds.
             logits: [rounds, queries, rows] fp32 to keep the logits of every round.
+            keeps_logits: the same in `kept_logits`, for `logits_of`; of at most KEPT_ROUNDS.
         """
         assert self.plan.ranks == 1, "ranks start together"
-        self.prepare(self.pack(queries, rounds), logits)
+        self.prepare(self.pack(queries, rounds), self.kept_logits if keeps_logits else logits)
         self.go()
         self.mark_end()
 
@@ -200,9 +224,9 @@ class Decoder:
         self.prepare(self.pack(queries, rounds), awaits_first=len(queries) == 1)
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        """The same for a launch that drafts, while none does; arguments as of `start_drafting`."""
+        """The same for a launch that drafts, while none does, of one sequence."""
         assert self.plan.ranks == 1, "ranks are prepared together"
-        given = pack_drafting(query, launch, self.plan.model.vocab_size)
+        given = pack_drafting([query], launch, self.plan.model.vocab_size)
         self.prepare(given, drafting=launch)
 
     def start_next(self, first: int | None = None) -> None:
@@ -227,18 +251,21 @@ class Decoder:
             with torch.cuda.device(self._device):
                 self._ready.record(self._stream)
 
-    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+    def start_drafting(
+        self, queries: Sequence[Query], launch: DraftingLaunch, *, keeps_logits: bool = False
+    ) -> None:
         """Start a launch that drafts after each round what the next one checks.
 
         For a plan of one rank.
 
         Args:
-            query: the latest token, with stops. Its choice has no mask.
-            launch: texts, the first draft, and most tokens; at most `max_rounds`.
+            queries: the latest token of each sequence. No choice has a mask.
+            launch: texts, first drafts, and most tokens; at most `max_rounds`.
+            keeps_logits: as of `start`.
         """
         assert self.plan.ranks == 1, "ranks start together"
-        given = pack_drafting(query, launch, self.plan.model.vocab_size)
-        self.prepare(given, drafting=launch)
+        given = pack_drafting(queries, launch, self.plan.model.vocab_size)
+        self.prepare(given, self.kept_logits if keeps_logits else None, launch)
         self.go()
         self.mark_end()
 
@@ -259,7 +286,7 @@ class Decoder:
 
         Args:
             given: what it is given.
-            logits: as of `start`.
+            logits: [rounds, queries, rows] fp32 for those of every round.
             drafting: of a launch that drafts, which `given` was packed for; of at most
                 `max_rounds`.
             awaits_first: `renew` may give it another first token.
@@ -268,13 +295,14 @@ class Decoder:
         on this one has its copies behind it, in the same stream.
         """
         assert given.most_rounds <= self.max_rounds, "rounds"
+        assert logits is None or given.most_rounds <= len(logits), "rounds whose logits are kept"
         self._given_on_host.reverse()
         count, given_on_host = len(given.words), self._given_on_host[0]
         words = given_on_host.numpy()
         words[:count] = given.words
         if logits is not None:
-            stride = given.num_queries * logits.shape[2]
-            words[_STRIDE_AT : _STRIDE_AT + 2] = np.array([stride], np.uint64).view(np.int32)
+            stride = np.array([logits.stride(0)], np.uint64)
+            words[_STRIDE_AT : _STRIDE_AT + 2] = stride.view(np.int32)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -303,7 +331,9 @@ class Decoder:
         else:
             module = self._drafting[given.choices is not None]
         parameters = (ctypes.c_uint8 * record.nbytes).from_buffer_copy(record.tobytes())
-        self._prepared = _Prepared(module, parameters, given.num_queries, given.most_rounds)
+        self._prepared = _Prepared(
+            module, parameters, given.num_queries, given.most_rounds, drafting
+        )
 
     def _parameter(self, *, drafts: bool) -> NDArray[np.void]:
         """The kernel's parameter, but for what a launch alone has: that is zero."""
@@ -344,31 +374,50 @@ class Decoder:
 
     def _upload_texts(self, launch: DraftingLaunch) -> NDArray[np.void]:
         """Where a launch that drafts has its texts, as `DRAFT_BUFFERS`: all come in one copy."""
-        state = launch.state
-        texts: dict[str, Sequence[int] | NDArray[np.int32]] = {
-            "records": np.zeros(4 * self.plan.grid_blocks, np.int32),
-            "start": np.frombuffer(launch.start.tobytes(), np.int32),
-            "prediction": () if state.prediction is None else state.prediction,
-            "archive": state.archive if state.looks_up else (),
-            "stops": launch.stops,
-            "history": launch.history,  # the last one, since it grows
-        }
-        places, end = dict[str, int](), 0
-        for name, ids in texts.items():
-            places[name] = -(-end // _ALIGNED_WORDS) * _ALIGNED_WORDS
-            end = places[name] + len(ids)
-        needed = end + launch.most_tokens + MAX_QUERIES
-        if needed > len(self._texts):
-            count = max(2 * needed, self.max_rounds)
+        sequences, end = launch.sequences, 0
+
+        def place(num_words: int) -> int:
+            nonlocal end
+            begin = -(-end // _ALIGNED_WORDS) * _ALIGNED_WORDS
+            end = begin + num_words
+            return begin
+
+        num_records = 4 * len(sequences) * self.plan.grid_blocks
+        records_at = place(num_records)
+        starts_at = place(len(sequences) * DRAFT_START.num_bytes // 4)
+        texts, places = [one.texts for one in sequences], list[dict[str, int]]()
+        for of_one, one in zip(texts, sequences, strict=True):
+            room = {"history": one.most_tokens + MAX_QUERIES}
+            places.append({name: place(len(x) + room.get(name, 0)) for name, x in of_one.items()})
+        # Others than the first sequence have state of each block behind the texts.
+        others = MOST_DRAFTING_SEQUENCES - 1 if len(sequences) > 1 else 0
+        given_words, drafters_at = (
+            end,
+            place(self.plan.grid_blocks * others * DRAFTER.num_bytes // 4),
+        )
+        if end > len(self._texts):
+            count = max(2 * end, self.max_rounds)
             # No launch that drafts is running.
             self._texts_on_host = torch.zeros(count, dtype=torch.int32, pin_memory=True)
             self._texts = torch.empty(count, dtype=torch.int32, device=self._device)
-        words = self._texts_on_host.numpy()
-        for name, ids in texts.items():
-            words[places[name] : places[name] + len(ids)] = ids
-        self._texts[:end].copy_(self._texts_on_host[:end], non_blocking=True)
-        at = self._texts.data_ptr()
-        return DRAFT_BUFFERS.record(**{name: at + 4 * place for name, place in places.items()})
+        words, at = self._texts_on_host.numpy(), self._texts.data_ptr()
+        words[records_at : records_at + num_records] = 0
+        for of_one, where in zip(texts, places, strict=True):
+            for name, ids in of_one.items():
+                words[where[name] : where[name] + len(ids)] = ids
+        starts = [
+            one.start(column, {name: at + 4 * begin for name, begin in where.items()})
+            for one, column, where in zip(sequences, launch.columns, places, strict=False)
+        ]
+        given = np.frombuffer(b"".join(start.tobytes() for start in starts), np.int32)
+        words[starts_at : starts_at + len(given)] = given
+        self._texts[:given_words].copy_(self._texts_on_host[:given_words], non_blocking=True)
+        return DRAFT_BUFFERS.record(
+            starts=at + 4 * starts_at,
+            records=at + 4 * records_at,
+            drafters=at + 4 * drafters_at,
+            num_sequences=len(sequences),
+        )
 
     def await_copies(self) -> None:
         """Return once what was prepared is in the GPU's memory, of a plan of several ranks."""
@@ -379,6 +428,7 @@ class Decoder:
         assert self._prepared is not None, "it was prepared"
         prepared, self._prepared = self._prepared, None
         self._queries, self._most_rounds = prepared.num_queries, prepared.most_rounds
+        self._launched_drafting = prepared.drafting
         self._signal_values[:] = 0
         prepared.module.launch(
             self.plan.grid_blocks, THREADS, self._kernel.shared_bytes, [prepared.params],
@@ -416,19 +466,28 @@ class Decoder:
         for number in self._rounds():
             yield self._shown[number, : self._queries].tolist()
 
-    def drafted_rounds(self) -> Iterator[DraftedRound]:
-        """The same of a launch that drafts; its rounds make several tokens, or one.
+    def drafted_rounds(self) -> Iterator[list[DraftedRound]]:
+        """The same of a launch that drafts, by sequence; each round makes a token, or several.
 
         Where the next round may make all tokens that are left, the host waits for the launch's end:
         at most eight tokens come at once then.
         """
-        left = self._most_rounds  # each makes a token
+        launch = self._launched_drafting
+        assert launch is not None, "it drafts"
+        left = [one.most_tokens for one in launch.sequences]
         for number in self._rounds():
-            made = DraftedRound.of_words(self._shown_drafted[number].tolist())
-            left -= len(made.tokens)
-            if left <= MAX_QUERIES:
-                self._most_rounds = number + 2
+            made = DraftedRound.of_words(self._shown_drafted[number].tolist(), len(left))
+            left = [most - len(one.tokens) for most, one in zip(left, made, strict=True)]
+            if min(left) <= MAX_QUERIES:
+                self._most_rounds = min(self._most_rounds, number + 2)
             yield made
+
+    def logits_of(self, number: int, column: int) -> Tensor:
+        """[at least V] of a round of a launch that keeps them, once it ended or told the next one.
+
+        What blocks have stored is in memory once they have met in the next round.
+        """
+        return self.kept_logits[number, column]
 
     def _rounds(self) -> Iterator[int]:
         """The launch's rounds, as they come."""

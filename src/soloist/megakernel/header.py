@@ -60,7 +60,7 @@ class Build:
 
     Attributes:
         samples: choose tokens by their queries' `Choice`, not only the largest logit.
-        drafts: a launch has one sequence, and its rounds check what the kernel drafts itself.
+        drafts: rounds check what the kernel drafts itself, for each sequence of a launch.
         queries: how many a launch may have: one, which takes the least code, or `MAX_QUERIES`. A
             query's bits are the same.
         trace_round: take time stamps in this round of a launch.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,40 +88,45 @@ def pack(queries: Sequence[Query], rounds: int, vocab_size: int) -> Given:
     return Given(words, len(queries), rounds, num_given, packed)
 
 
-def pack_drafting(query: Query, launch: DraftingLaunch, vocab_size: int) -> Given:
+def pack_drafting(queries: Sequence[Query], launch: DraftingLaunch, vocab_size: int) -> Given:
     """What a launch that drafts is given.
 
     All columns are there, since later rounds have as many as they draft tokens; the first round has
-    those of its draft.
+    those of its drafts.
 
     Args:
-        query: the latest token, at its position.
-        launch: its first draft, and the rounds that there may be at most.
+        queries: the latest token of each sequence, at its position.
+        launch: their first drafts, and the rounds that there may be at most.
         vocab_size: V.
     """
-    assert len(query.tokens) == 1, "the latest token"
-    if (choice := query.choice) is not None:
-        assert choice.allowed is None, "the host says what one column may take"
-    ids = () if launch.draft is None else launch.draft.ids
-    rounds = launch.most_tokens
-    one = pack([replace(query, stride=0)], rounds, vocab_size)
+    assert all(len(query.tokens) == 1 for query in queries), "the latest token"
+    for query in queries:
+        assert query.choice is None or query.choice.allowed is None, "the host says what one takes"
+    rounds, (*firsts, count) = launch.most_rounds, launch.columns
+    assert count <= MAX_QUERIES, f"{count} queries"
+    by_sequence = pack([replace(query, stride=0) for query in queries], rounds, vocab_size)
     words = np.zeros(LAUNCH_WORDS + MAX_QUERIES * rounds, np.int32)
-    words[:LAUNCH_WORDS] = one.words[:LAUNCH_WORDS]
-    words[LAUNCH_WORDS::rounds][: 1 + len(ids)] = (*query.tokens, *ids)
-    # Columns differ in their place alone.
-    (record,), places = words[: LAUNCH.num_bytes // 4].view(LAUNCH.dtype), np.arange(MAX_QUERIES)
-    record["queries"] = 1 + len(ids)
-    record["query"][1:] = record["query"][0]
+    words[:LAUNCH_WORDS] = by_sequence.words[:LAUNCH_WORDS]
+    words[LAUNCH_WORDS::rounds][:count] = [
+        token_id
+        for query, one in zip(queries, launch.sequences, strict=True)
+        for token_id in (*query.tokens, *one.draft_ids)
+    ]
+    # Columns of a sequence differ in their place alone; what the first round lacks is as the first.
+    owners, places = np.zeros((2, MAX_QUERIES), np.int64)
+    for number, (first, end) in enumerate(pairwise((*firsts, count))):
+        owners[first:end], places[first:end] = number, range(end - first)
+    (record,) = words[: LAUNCH.num_bytes // 4].view(LAUNCH.dtype)
+    record["queries"] = count
+    record["query"] = record["query"][owners]
     record["query"]["position"] += places
-    if one.choices is not None:
-        record["sampling"][1:] = record["sampling"][0]
-        position, made = query.position + 1, int(one.choices.steps["num_output"][0])
-        record["step"] = packed_steps(
-            range(position, position + MAX_QUERIES), range(made, made + MAX_QUERIES)
-        )
-    return replace(
-        one, words=words, num_queries=1 + len(ids), num_given=one.num_given * MAX_QUERIES
-    )
+    record["query"]["position"][count:] = 0
+    if by_sequence.choices is not None:
+        made = by_sequence.choices.steps["num_output"].astype(np.int64)
+        record["sampling"] = record["sampling"][owners]
+        positions = np.array([query.position + 1 for query in queries])[owners] + places
+        record["step"] = packed_steps(positions, made[owners] + places)
+    return replace(by_sequence, words=words, num_queries=count, num_given=[1] * MAX_QUERIES)
 
 
 def _packed_choices(queries: Sequence[Query], vocab_size: int) -> PackedChoices | None:

@@ -93,13 +93,21 @@ class Ranks:
         for decoder in self.decoders:
             decoder.prepare_drafting()
 
-    def start(self, queries: Sequence[Query], rounds: int, *, logits: Tensor | None = None) -> None:
+    def start(
+        self,
+        queries: Sequence[Query],
+        rounds: int,
+        *,
+        logits: Tensor | None = None,
+        keeps_logits: bool = False,
+    ) -> None:
         """Start a launch; arguments as of `Decoder.start`.
 
         Args:
             queries: the same for all ranks.
             rounds: 1 … max_rounds.
             logits: [rounds, queries, at least V], filled once the launch has ended.
+            keeps_logits: as of `Decoder.start`.
         """
         given = self.decoders[0].pack(queries, rounds)
         self._kept = None
@@ -110,15 +118,18 @@ class Ranks:
             ]
             self._kept = (parts, logits)
         for rank, decoder in enumerate(self.decoders):
-            decoder.prepare(given, None if self._kept is None else self._kept[0][rank])
+            kept = None if self._kept is None else self._kept[0][rank]
+            decoder.prepare(given, decoder.kept_logits if keeps_logits else kept)
         self._go()
 
-    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
+    def start_drafting(
+        self, queries: Sequence[Query], launch: DraftingLaunch, *, keeps_logits: bool = False
+    ) -> None:
         """Start a launch that drafts; arguments as of `Decoder.start_drafting`.
 
         Each rank drafts for itself, from texts and choices that are the same everywhere.
         """
-        self.prepare_next_drafting(query, launch)
+        self._prepare_drafting(queries, launch, keeps_logits=keeps_logits)
         self._go()
 
     def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
@@ -129,11 +140,16 @@ class Ranks:
             decoder.prepare(given, awaits_first=len(queries) == 1)
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        """The same for a launch that drafts; arguments as of `start_drafting`."""
-        given = pack_drafting(query, launch, self.plan.model.vocab_size)
+        """The same for a launch that drafts, of one sequence."""
+        self._prepare_drafting([query], launch, keeps_logits=False)
+
+    def _prepare_drafting(
+        self, queries: Sequence[Query], launch: DraftingLaunch, *, keeps_logits: bool
+    ) -> None:
+        given = pack_drafting(queries, launch, self.plan.model.vocab_size)
         self._kept = None
         for decoder in self.decoders:
-            decoder.prepare(given, drafting=launch)
+            decoder.prepare(given, decoder.kept_logits if keeps_logits else None, launch)
 
     def start_next(self, first: int | None = None) -> None:
         """Start what was made ready; arguments as of `Decoder.start_next`."""
@@ -162,9 +178,15 @@ class Ranks:
         if self._kept is not None:
             self._gather(*self._kept)
 
-    def drafted_rounds(self) -> Iterator[DraftedRound]:
+    def drafted_rounds(self) -> Iterator[list[DraftedRound]]:
         """The same of a launch that drafts; see `Decoder.drafted_rounds`."""
         yield from self._of_all([d.drafted_rounds() for d in self.decoders])
+
+    def logits_of(self, number: int, column: int) -> Tensor:
+        """[at least V] of a round, on the host; as of `Decoder`."""
+        out = torch.empty(self.plan.exchanges.sampled_rows)
+        self._gather([d.kept_logits[number, column] for d in self.decoders], out)
+        return out
 
     def _of_all(self, told: Sequence[Iterator[_Told]]) -> Iterator[_Told]:
         """What the first rank tells of a launch; ends when all ranks have ended."""

@@ -123,7 +123,9 @@ def bad_score(word: int) -> float:
     return dict(NO_TOKEN.values())[word]
 
 
-def packed_steps(positions: Sequence[int], num_outputs: Sequence[int]) -> NDArray[np.void]:
+def packed_steps(
+    positions: Sequence[int] | NDArray[np.int64], num_outputs: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.void]:
     """SampleStep of each query, as records of `SAMPLE_STEP`; positions of the tokens to choose."""
     steps, wide = np.zeros(len(positions), SAMPLE_STEP.dtype), np.array(positions, np.uint64)
     steps["position_low"] = wide & np.uint64(constants.WORD_MASK)

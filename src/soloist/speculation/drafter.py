@@ -101,6 +101,19 @@ class DraftState:
         )
 
 
+# Of an answer of which nothing is drafted.
+NO_DRAFTS = DraftState(
+    prediction=None,
+    archive=_NOTHING,
+    history=_NOTHING,
+    at=0,
+    is_good=False,
+    depths=((0, 0, 0, 0),) * (1 + len(FIRST_LOOKUP)),
+    costs=(),
+    looks_up=False,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Tally:
     """What became of the drafts of an answer.

@@ -76,8 +76,9 @@ constexpr unsigned int kMaskEnd = 0xffffffffu;
 enum class Phase : u32 { kEmbed, kQkv, kAttention, kAttentionOutput, kGateUp, kDown, kHead, kChoose, kConclude, kMask, kRouter };
 constexpr u32 kDraftKinds = 5u;
 constexpr u32 kMostDrafts = 7u;
-constexpr u32 kEmittedWords = 9u;
-constexpr u32 kEmittedCountBits = 8u;
+constexpr u32 kMostDraftingSequences = 7u;
+constexpr u32 kEmittedWords = 15u;
+constexpr u32 kEmittedCountBits = 4u;
 constexpr u32 kDraftGap = 4294967295u;
 constexpr u32 kAcceptanceOne = 65536u;
 constexpr u32 kAcceptanceShift = 3u;
@@ -246,7 +247,7 @@ static_assert(OFFSET_OF(Depth, acceptance) == 0, "acceptance");
 static_assert(OFFSET_OF(Depth, pause) == 4, "pause");
 static_assert(OFFSET_OF(Depth, left) == 8, "left");
 static_assert(OFFSET_OF(Depth, best) == 12, "best");
-// What drafts of a launch's one sequence depend on; every block has it, and changes it alike.
+// What a sequence's drafts depend on; every block has it, and changes it alike.
 struct Drafter {
   Depth depths[kDraftKinds];  // by kind
   u32 num_history;  // tokens of prompt and answer
@@ -272,36 +273,42 @@ static_assert(OFFSET_OF(Drafter, left) == 104, "left");
 static_assert(OFFSET_OF(Drafter, made) == 108, "made");
 static_assert(OFFSET_OF(Drafter, count) == 112, "count");
 static_assert(OFFSET_OF(Drafter, kind) == 116, "kind");
-// Written by the host for each launch that drafts.
+// Written by the host for each sequence of a launch that drafts.
 struct DraftStart {
   Drafter drafter;  // its draft stands in the launch's input tokens
   u32 costs[kMostDrafts];  // of rounds, by drafts from 1 on
-  u32 num_costs;
+  u32 num_costs;  // 0 where it drafts nothing
   u32 looks_up;  // drafts come from other texts than the prediction, too
   u32 num_stops;
+  u32 column;  // query of the first round that has its latest token
+  u32* history;  // with room for what the launch may make; block 0 appends
+  const u32* prediction;
+  const u32* archive;  // kDraftGap between two answers
+  const u32* stops;  // tokens that end the answer, all of them
 };
-static_assert(sizeof(DraftStart) == 160, "DraftStart");
+static_assert(sizeof(DraftStart) == 200, "DraftStart");
 static_assert(OFFSET_OF(DraftStart, drafter) == 0, "drafter");
 static_assert(OFFSET_OF(DraftStart, costs) == 120, "costs");
 static_assert(OFFSET_OF(DraftStart, num_costs) == 148, "num_costs");
 static_assert(OFFSET_OF(DraftStart, looks_up) == 152, "looks_up");
 static_assert(OFFSET_OF(DraftStart, num_stops) == 156, "num_stops");
+static_assert(OFFSET_OF(DraftStart, column) == 160, "column");
+static_assert(OFFSET_OF(DraftStart, history) == 168, "history");
+static_assert(OFFSET_OF(DraftStart, prediction) == 176, "prediction");
+static_assert(OFFSET_OF(DraftStart, archive) == 184, "archive");
+static_assert(OFFSET_OF(DraftStart, stops) == 192, "stops");
 // What kernels that draft need beside the workspace.
 struct DraftBuffers {
-  const DraftStart* start;
-  u32* history;  // with room for what the launch may make; block 0 appends
-  const u32* prediction;
-  const u32* archive;  // kDraftGap between two answers
-  const u32* stops;  // tokens that end the answer, all of them
-  uint4* records;  // [block], zeroed for each launch
+  const DraftStart* starts;  // [sequence]
+  uint4* records;  // [sequence][block], zeroed for each launch
+  Drafter* drafters;  // [block][sequence], but for the first sequence
+  u32 num_sequences;
 };
-static_assert(sizeof(DraftBuffers) == 48, "DraftBuffers");
-static_assert(OFFSET_OF(DraftBuffers, start) == 0, "start");
-static_assert(OFFSET_OF(DraftBuffers, history) == 8, "history");
-static_assert(OFFSET_OF(DraftBuffers, prediction) == 16, "prediction");
-static_assert(OFFSET_OF(DraftBuffers, archive) == 24, "archive");
-static_assert(OFFSET_OF(DraftBuffers, stops) == 32, "stops");
-static_assert(OFFSET_OF(DraftBuffers, records) == 40, "records");
+static_assert(sizeof(DraftBuffers) == 32, "DraftBuffers");
+static_assert(OFFSET_OF(DraftBuffers, starts) == 0, "starts");
+static_assert(OFFSET_OF(DraftBuffers, records) == 8, "records");
+static_assert(OFFSET_OF(DraftBuffers, drafters) == 16, "drafters");
+static_assert(OFFSET_OF(DraftBuffers, num_sequences) == 24, "num_sequences");
 // The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.
 struct Params {
   const u8* image;  // packed weights

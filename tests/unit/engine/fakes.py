@@ -11,14 +11,15 @@ from soloist.engine.request import Request
 from soloist.errors import BadLogits
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.choice import pack_choices
-from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch, DraftingSequence
 from soloist.megakernel.launch import Query, pack_drafting
+from soloist.megakernel.limits import KEPT_ROUNDS, MAX_QUERIES
 from soloist.megakernel.sampling_header import NO_TOKEN, SEEN_IN_PROMPT
 from soloist.sampling import Sampler
 from soloist.sampling.adjust import TokenCounts
 from soloist.sampling.constraint import Words
 from soloist.sampling.sample import sample
-from soloist.speculation import Archive, Costs, Drafter, Drafting
+from soloist.speculation import Archive, Costs, Draft, Drafter, Drafting, deal
 from soloist.speculation.tokens import Tokens
 
 VOCAB = 61
@@ -102,18 +103,80 @@ class FakeSampler:
         self._counts.add(token_id)
 
 
-def resumed(launch: DraftingLaunch) -> Drafter:
+def resumed(given: DraftingSequence) -> Drafter:
     """A drafter that goes on from what a launch was given."""
-    state, archive = launch.state, Archive()
+    state, archive = given.state, Archive()
     archive._tokens = Tokens(state.archive)
     drafting = Drafting(Costs(state.costs), state.looks_up)
-    drafter = Drafter(drafting, launch.prompt_ids, state.prediction, archive)
-    drafter._see(launch.output_ids)
+    drafter = Drafter(drafting, given.prompt_ids, state.prediction, archive)
+    drafter._see(given.output_ids)
     if (place := drafter._prediction) is not None:
         place.at, place._is_good = state.at, state.is_good
     for depth, values in zip(drafter._depths, state.depths, strict=True):
         depth.acceptance, depth._pause, depth._num_left, depth._best = values
     return drafter
+
+
+class FakeSequence:
+    """A sequence of a launch that drafts, in the kernel's place."""
+
+    def __init__(self, query: Query, given: DraftingSequence) -> None:
+        self.query, self.given, self.draft = query, given, given.draft
+        self.output, self.left = [*given.output_ids], given.most_tokens
+        self._drafter = resumed(given)
+
+    @property
+    def fed(self) -> list[int]:
+        return [self.output[-1], *(self.draft.ids if self.draft else ())]
+
+    def columns(self) -> list[tuple[Query, FakeSampler | None]]:
+        """The round's queries, each of which counts what stands before it."""
+        made, fed = self.output[len(self.given.output_ids) :], self.fed
+        columns = list[tuple[Query, FakeSampler | None]]()
+        for c in range(len(fed)):
+            column = replace(self.query, position=self.query.position + len(made) + c, stride=0)
+            sampler = FakeSampler(column) if column.choice else None
+            if sampler is not None:
+                for token_id in (*made, *fed[1 : c + 1]):
+                    sampler.observe(token_id)
+            columns.append((column, sampler))
+        return columns
+
+    def take(self, chosen: list[int]) -> tuple[DraftedRound, bool]:
+        """What the round makes, and whether that ends the launch."""
+        made, fed, stops = list[int](), self.fed, self.given.stops
+        num_right = num_checked = 0
+        for column in range(len(fed)):
+            if column:
+                num_checked += 1
+                if fed[column] != made[-1]:
+                    break
+                num_right += 1
+                if made[-1] in stops or chosen[column] >= VOCAB:
+                    break
+            made.append(chosen[column])
+        if self.draft is not None:
+            self._drafter.judge(self.draft, num_checked, num_right)
+        self.output, self.left = [*self.output, *made], self.left - len(made)
+        ends = not set(stops).isdisjoint(made) or made[0] >= VOCAB or self.left == 0
+        kind = self.draft.kind if self.draft else 0
+        return DraftedRound(tuple(made), len(fed) - 1, kind), ends
+
+    def offer(self) -> Draft | None:
+        draft = self._drafter.draft(self.output, min(len(self.given.state.costs), self.left - 1))
+        if draft is None:
+            return None
+        ends = (n for n, token in enumerate(draft.ids) if token in self.given.stops)
+        draft = replace(draft, ids=draft.ids[: next(ends, len(draft.ids))])
+        return draft if draft.ids else None
+
+
+def dealt(sequences: Sequence[FakeSequence]) -> None:
+    """What each offers, as far as there are queries for it."""
+    drafts = [one.offer() for one in sequences]
+    counts = deal([len(x.ids) if x else 0 for x in drafts], MAX_QUERIES - len(sequences))
+    for one, draft, count in zip(sequences, drafts, counts, strict=True):
+        one.draft = replace(draft, ids=draft.ids[:count]) if draft and count else None
 
 
 class FakeDecoder:
@@ -132,6 +195,7 @@ class FakeDecoder:
         self.fault: Exception | None = None
         self.forced_choice: int | None = None
         self._samplers: list[FakeSampler | None] = []
+        self._keeps_logits, self._kept = False, dict[int, Tensor]()
         self._drafting: DraftingLaunch | None = None
         self._next_drafting: DraftingLaunch | None = None
 
@@ -139,8 +203,10 @@ class FakeDecoder:
         assert not self.is_running, "no launch reads them"
         self.page_tables[sequence, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def start(self, queries: Sequence[Query], rounds: int) -> None:
+    def start(self, queries: Sequence[Query], rounds: int, *, keeps_logits: bool = False) -> None:
+        assert not keeps_logits or rounds <= KEPT_ROUNDS
         self._start(*self._prepared(queries, rounds))
+        self._keeps_logits = keeps_logits
 
     def prepare_next(self, queries: Sequence[Query], rounds: int) -> None:
         self._next = self._prepared(queries, rounds)
@@ -150,7 +216,7 @@ class FakeDecoder:
 
     def prepare_next_drafting(self, query: Query, launch: DraftingLaunch) -> None:
         assert not self.is_running, "its texts would be overwritten"
-        self.prepare_next([self._drafted(query, launch)], launch.most_tokens)
+        self.prepare_next(self._drafted([query], launch), launch.most_rounds)
         self._next_drafting = launch
 
     def start_next(self, first: int | None = None) -> None:
@@ -178,6 +244,8 @@ class FakeDecoder:
         self.launches.append(launch)
         self._samplers, self._next = samplers, None
         self.is_running, self._is_asked_to_stop = True, False
+        self._keeps_logits = False
+        self._kept.clear()
 
     def tokens(self) -> Iterator[list[int]]:
         launch = self.launches[-1]
@@ -187,6 +255,7 @@ class FakeDecoder:
                 self.is_running = False
                 raise self.fault
             chosen = self._round(launch, i, fed)
+            self._keep(i)
             is_last = self._is_asked_to_stop or i + 1 == launch.rounds
             for n, c in enumerate(launch.queries):
                 if i + 1 < len(c.tokens):
@@ -204,60 +273,62 @@ class FakeDecoder:
             if is_last:
                 return
 
-    def start_drafting(self, query: Query, launch: DraftingLaunch) -> None:
-        self.start([self._drafted(query, launch)], launch.most_tokens)
-        self._drafting = launch
+    def start_drafting(
+        self, queries: Sequence[Query], launch: DraftingLaunch, *, keeps_logits: bool = False
+    ) -> None:
+        assert not keeps_logits or launch.most_rounds <= KEPT_ROUNDS
+        self.start(self._drafted(queries, launch), launch.most_rounds)
+        self._drafting, self._keeps_logits = launch, keeps_logits
 
-    def _drafted(self, query: Query, launch: DraftingLaunch) -> Query:
-        pack_drafting(query, launch, VOCAB)
-        if (choice := query.choice) is None:
-            return query
+    def _drafted(self, queries: Sequence[Query], launch: DraftingLaunch) -> list[Query]:
+        pack_drafting(queries, launch, VOCAB)
         # The kernel has counts of its own.
-        counts = choice.counts.as_they_are(each_token=True)
-        return replace(query, choice=replace(choice, counts=counts))
+        return [
+            query
+            if (choice := query.choice) is None
+            else replace(
+                query,
+                choice=replace(choice, counts=choice.counts.as_they_are(each_token=True)),
+            )
+            for query in queries
+        ]
 
-    def drafted_rounds(self) -> Iterator[DraftedRound]:  # noqa: C901 - the kernel's round
-        """As the kernel makes them, with a drafter that begins as the launch was given."""
-        assert self._drafting is not None
-        launch, query = self._drafting, self.launches[-1].queries[0]
-        drafter = resumed(launch)
-        output, draft, left = [*launch.output_ids], launch.draft, launch.most_tokens
-        while True:
-            made: list[int] = []
-            fed = [output[-1], *(draft.ids if draft else ())]
-            position = query.position + len(output) - len(launch.output_ids)
-            columns = [replace(query, position=position + c, stride=0) for c in range(len(fed))]
-            self._samplers = []
-            for c, column in enumerate(columns):
-                self._samplers.append(FakeSampler(column) if column.choice else None)
-                if (sampler := self._samplers[c]) is not None:
-                    for token_id in (*output[len(launch.output_ids) :], *fed[1 : c + 1]):
-                        sampler.observe(token_id)
-            chosen = self._round(Launch(tuple(columns), 1), 0, fed)
-            num_right = num_checked = 0
-            for column in range(len(fed)):
-                if column:
-                    num_checked += 1
-                    if fed[column] != made[-1]:
-                        break
-                    num_right += 1
-                    if made[-1] in launch.stops or chosen[column] >= VOCAB:
-                        break
-                made.append(chosen[column])
-            if draft is not None:
-                drafter.judge(draft, num_checked, num_right)
-            output, left = [*output, *made], left - len(made)
-            stops = not set(launch.stops).isdisjoint(made) or made[0] >= VOCAB
-            is_last = self._is_asked_to_stop or stops or left == 0
+    def drafted_rounds(self) -> Iterator[list[DraftedRound]]:
+        """As the kernel makes them, with drafters that begin as the launch was given."""
+        launch, queries = self._drafting, self.launches[-1].queries
+        assert launch is not None
+        sequences = [FakeSequence(*one) for one in zip(queries, launch.sequences, strict=True)]
+        for number in range(launch.most_rounds):
+            columns = [x for one in sequences for x in one.columns()]
+            self._samplers = [sampler for _, sampler in columns]
+            fed = [x for one in sequences for x in one.fed]
+            chosen = self._round(Launch(tuple(c for c, _ in columns), 1), 0, fed)
+            self._keep(number)
+            made, is_last = list[DraftedRound](), number + 1 == launch.most_rounds
+            for one in sequences:
+                count = len(one.fed)
+                told, ends = one.take(chosen[:count])
+                chosen = chosen[count:]
+                made.append(told)
+                is_last |= ends
+            is_last |= self._is_asked_to_stop
             self.is_running = not is_last
-            yield DraftedRound(tuple(made), len(fed) - 1, draft.kind if draft else 0)
+            yield made
             if is_last:
                 return
-            draft = drafter.draft(output, min(len(launch.state.costs), left - 1))
-            if draft is not None:
-                ends = (n for n, token in enumerate(draft.ids) if token in launch.stops)
-                draft = replace(draft, ids=draft.ids[: next(ends, len(draft.ids))])
-                draft = draft if draft.ids else None
+            dealt(sequences)
+
+    def _keep(self, number: int) -> None:
+        """Logits of a round, if they are kept: they are there once the next one was told."""
+        if self._keeps_logits:
+            self._kept[number] = self.logits.clone()
+
+    def logits_of(self, number: int, column: int) -> Tensor:
+        if not self._keeps_logits:
+            assert number == 0, "logits of other rounds are lost"
+            return self.logits[column]
+        assert not self.is_running or number + 1 in self._kept, "it may not be in memory"
+        return self._kept[number][column]
 
     def _round(self, launch: Launch, number: int, fed: list[int]) -> list[int]:
         self.num_rounds += 1

@@ -12,7 +12,7 @@ from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
 from soloist.engine.launch_ahead import LaunchAhead
 from soloist.engine.request import Request
 from soloist.errors import KernelStuck
-from soloist.megakernel.drafting import DraftingLaunch
+from soloist.megakernel.drafting import DraftingLaunch, DraftingSequence
 from soloist.megakernel.launch import Query
 from soloist.sampling import Sampler, SamplingParams
 from soloist.speculation import Archive, Costs, Drafter, Drafting
@@ -228,7 +228,8 @@ def launch(
     kept.add(archive)
     drafter = Drafter(LOOKUP, prompt, predicted, kept)
     draft = drafter.draft(output, 7)
-    return DraftingLaunch(drafter.state, draft, prompt, output, most)
+    one = DraftingSequence(drafter.state, draft, prompt, output, most)
+    return DraftingLaunch((one,), most)
 
 
 def started(query: Query, rounds: int, given: DraftingLaunch | None) -> bool:
@@ -241,7 +242,7 @@ def started(query: Query, rounds: int, given: DraftingLaunch | None) -> bool:
     if given is None:
         ahead.start([query], rounds)
     else:
-        ahead.start_drafting(query, given)
+        ahead.start_drafting([query], given)
     assert decoder.is_running
     ended = decoder.num_rounds == 1
     assert ended == (len(decoder.launches) == 2), "no round is too many if it is the same"

@@ -63,6 +63,7 @@ template <class M> inline float* all_logits(u8* workspace, u32 query);
 """
 
 HARNESS = r"""
+#include <ucontext.h>
 #include "ops/choose.cuh"
 
 using M = Model;

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plan.shapes import SMALL
 from soloist.megakernel import decoder as module
 from soloist.megakernel import kernel
-from soloist.megakernel.abi import params
+from soloist.megakernel.abi import DRAFT_START, params
 from soloist.megakernel.choice import Choice
 from soloist.megakernel.decoder import Decoder
-from soloist.megakernel.drafting import DraftingLaunch
+from soloist.megakernel.drafting import DraftingLaunch, DraftingSequence
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.launch import LAUNCH_WORDS, Query
 from soloist.megakernel.packed_weights import PackedWeights
@@ -159,9 +159,10 @@ def test_a_first_token_that_came_later_is_read_where_the_host_writes_it(gpu: Gpu
 def test_a_launch_that_drafts_is_prepared_as_it_is_started(gpu: Gpu) -> None:
     decoder, drafting = gpu.decoder, Drafting(Costs((1300,) * 7), looks_up=False)
     drafter = Drafter(drafting, [5] * 3, [*range(30)])
-    launch = DraftingLaunch(drafter.state, drafter.draft([0], 7), [5] * 3, [0], ROUNDS)
+    one = DraftingSequence(drafter.state, drafter.draft([0], 7), [5] * 3, [0], ROUNDS)
+    launch = DraftingLaunch((one,), ROUNDS)
     query = replace(queries(3)[0], tokens=[0])
-    decoder.start_drafting(query, launch)
+    decoder.start_drafting([query], launch)
     given, texts = decoder._given.clone(), decoder._texts.clone()
     decoder._given.zero_()
     decoder._texts.zero_()
@@ -193,14 +194,19 @@ def test_texts_of_a_launch_that_drafts_are_one_copy(gpu: Gpu, num_prompt: int) -
     prompt, predicted, output = [5] * num_prompt, [*range(30)], [0, 1]
     drafter = Drafter(drafting, prompt, predicted)
     draft = drafter.draft(output, 7)
-    launch = DraftingLaunch(drafter.state, draft, prompt, output, ROUNDS)
+    one = DraftingSequence(drafter.state, draft, prompt, output, ROUNDS)
+    launch = DraftingLaunch((one,), ROUNDS)
     query = replace(queries(num_prompt + 1)[0], tokens=[1])
-    decoder.start_drafting(query, launch)
+    decoder.start_drafting([query], launch)
     decoder._signal_values[0] = ROUNDS
     with Operations() as uploads:
-        decoder.start_drafting(query, launch)
+        decoder.start_drafting([query], launch)
     assert uploads.names == ["copy_", "copy_", "zero_", "copy_"], "as other launches, and texts"
-    texts, places = decoder._texts, decoder._upload_texts(launch)
+    texts, buffers = decoder._texts, decoder._upload_texts(launch)
+    start_at = (int(buffers["starts"]) - texts.data_ptr()) // 4
+    words = texts[start_at : start_at + DRAFT_START.num_bytes // 4].numpy()
+    (start,) = words.view(DRAFT_START.dtype)
+    places = {"records": buffers["records"], **{name: start[name] for name in one.texts}}
     assert len(texts) < 4 * PLAN.grid_blocks + 3000, "the prompt is not there"
 
     def at(name: str, count: int) -> list[int]:
@@ -211,7 +217,7 @@ def test_texts_of_a_launch_that_drafts_are_one_copy(gpu: Gpu, num_prompt: int) -
     assert at("records", 4 * PLAN.grid_blocks) == [0] * 4 * PLAN.grid_blocks
     assert at("prediction", 30) == predicted
     assert at("history", 2) == output
-    assert bytes(np.array(at("start", 3), np.int32)) == launch.start.tobytes()[:12]
+    assert start == one.start(0, {name: int(start[name]) for name in one.texts})
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -234,11 +240,12 @@ def test_nobody_sleeps_before_a_round_that_may_make_all_tokens_left(
     monkeypatch.setattr(time, "sleep", lambda _: gpu.did.append("sleep"))
     monkeypatch.setattr(decoder, "max_rounds", most)
     drafter = Drafter(Drafting(Costs((1300,) * 7), looks_up=False), [1], [0] * 200)
-    launch = DraftingLaunch(drafter.state, drafter.draft([0], 7), [1], [0], most)
+    one = DraftingSequence(drafter.state, drafter.draft([0], 7), [1], [0], most)
+    launch = DraftingLaunch((one,), most)
     monkeypatch.setattr(decoder, "_given_on_host", [torch.zeros(4096, dtype=torch.int32)] * 2)
     monkeypatch.setattr(decoder, "_given", torch.zeros(4096, dtype=torch.int32))
-    decoder.start_drafting(replace(queries(1)[0], tokens=[0]), launch)
-    decoder._shown_drafted[:ROUNDS] = [*range(8), 8 | 7 << 8]
+    decoder.start_drafting([replace(queries(1)[0], tokens=[0])], launch)
+    decoder._shown_drafted[:ROUNDS] = [*range(8), 8 | 7 << 4, *[0] * 6]
     monkeypatch.setattr(gpu, "query", lambda: gpu.ends_after(ROUNDS))
     gpu.did.clear()
     assert len(list(decoder.drafted_rounds())) == ROUNDS

@@ -33,7 +33,7 @@ from soloist.megakernel.abi import (
 from soloist.megakernel.drafting import (
     EMITTED_WORDS,
     DraftedRound,
-    DraftingLaunch,
+    DraftingSequence,
     drafting_constants,
 )
 from soloist.speculation import Archive, Costs, Draft, Drafter, Drafting
@@ -60,8 +60,8 @@ HARNESS = """
 #include "ops/draft.cuh"
 
 extern "C" u32 accept_round(Drafter* drafter, const DraftStart* start, const u32* fed,
-                            const u32* chosen, u32 stop, u32 first_stop, u32 vocab) {
-  const Accepted a = accept(*drafter, *start, fed, chosen, &stop, 1, first_stop, vocab);
+                            const u32* chosen, u32 stop, u32 vocab) {
+  const Accepted a = accept(*drafter, *start, fed, chosen, &stop, 1, vocab);
   return a.count << 1 | a.ends;
 }
 
@@ -159,7 +159,6 @@ class Case:
         ]
         self.drafting = Drafting(Costs(tuple(costs)), looks_up=rng.random() < 0.8)
         self.drafter = Drafter(self.drafting, self.prompt, self.prediction, self.archive)
-        self.first_stop = rng.choice((0, 0, 20))
 
 
 def words(ids: Sequence[int] | Ids, room: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -206,17 +205,16 @@ class Side:
     def begin(self, draft: Draft | None, output: list[int], left: int) -> None:
         """A launch, which has texts and a state of its own."""
         case = self.case
-        launch = DraftingLaunch(case.drafter.state, draft, case.prompt, output, left)
-        self.start = launch.start
+        launch = DraftingSequence(case.drafter.state, draft, case.prompt, output, left)
+        self.start = launch.start(0, dict.fromkeys(launch.texts, 0))
         self.drafter = self.start["drafter"].copy()
         self.history = words(launch.history, len(case.answer) + 8)
 
     def accept(self, fed: list[int], chosen: list[int]) -> tuple[int, bool]:
         fed_words, chosen_words = words(fed), words(chosen)  # alive until the call is over
         found = self.kernel.accept_round(
-            at(self.drafter), at(self.start), at(fed_words), at(chosen_words), ENDS,
-            self.case.first_stop, VOCAB,
-        )  # fmt: skip
+            at(self.drafter), at(self.start), at(fed_words), at(chosen_words), ENDS, VOCAB
+        )
         return found >> 1, bool(found & 1)
 
     def next(self, tokens: list[int], parts: int) -> tuple[list[int], int]:
@@ -278,7 +276,6 @@ def run(kernel: ctypes.CDLL, seed: int, seen: Seen) -> None:  # noqa: C901, PLR0
                 raise BadLogits(column, float("nan"))
             return Picked(chosen[column])
 
-        made = int(side.drafter["made"])
         count, ends = side.accept(fed, chosen)
         seen.rounds += 1
         if chosen[0] >= VOCAB:
@@ -293,10 +290,8 @@ def run(kernel: ctypes.CDLL, seed: int, seen: Seen) -> None:  # noqa: C901, PLR0
             seen.accepted += verified.num_accepted
             seen.kinds.add(draft.kind)
         assert chosen[:count] == tokens
-        stop_at = [made + i + 1 for i, token in enumerate(tokens) if token == ENDS]
-        is_stopped = any(place > case.first_stop for place in stop_at)
         output = [*output, *tokens]
-        assert ends == (is_stopped or len(output) == len(answer))
+        assert ends == (ENDS in tokens or len(output) == len(answer))
         if ends:
             seen.ended += 1
             return
@@ -320,6 +315,9 @@ def test_drafts_and_acceptance_are_those_of_the_definition(kernel: ctypes.CDLL, 
 
 
 def test_a_rounds_words_are_told_apart() -> None:
-    numbers = [7, 8, 9, 0, 0, 0, 0, 0, 3 | 5 << 8 | 4 << 16]
+    facts = [2 | 4 << 4 | 3 << 8, 1, 1 | 1 << 4]
+    numbers = [7, 8, 1, 1, 1, 9, 10, 1, *facts, *[0] * 4]
     assert len(numbers) == EMITTED_WORDS
-    assert DraftedRound.of_words(numbers) == DraftedRound((7, 8, 9), 5, 4)
+    first, *others = DraftedRound.of_words(numbers, 3)
+    assert first == DraftedRound((7, 8), 4, 3)
+    assert others == [DraftedRound((9,), 0, 0), DraftedRound((10,), 1, 0)]

@@ -10,10 +10,11 @@ from plan.shapes import SMALL
 from soloist.errors import DeviceError, KernelStuck, LaunchError
 from soloist.kv.pool import PagePool
 from soloist.megakernel import ranks as module
-from soloist.megakernel.drafting import DraftedRound, DraftingLaunch
+from soloist.megakernel.drafting import DraftedRound, DraftingLaunch, DraftingSequence
 from soloist.megakernel.fault import Fault
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.launch import Given, Query
+from soloist.megakernel.limits import KEPT_ROUNDS
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.ranks import Ranks
 from soloist.model.dtype import Dtype
@@ -31,7 +32,8 @@ class FakeDecoder:
     def __init__(self, rank: int, log: list[tuple[str, int]]) -> None:
         self.plan, self.rank, self.log, self.max_rounds = PLAN, rank, log, 100
         self.pool = PagePool(1, 1, 32, 1, torch.bfloat16, torch.device("cpu")).tensor
-        self.logits = torch.zeros(8, ROWS)
+        self.kept_logits = torch.zeros(KEPT_ROUNDS, 8, ROWS)
+        self.logits = self.kept_logits[0]
         self.error: DeviceError | None = None
         self.end: str | None = ""
         self.fault: Fault | None = None
@@ -74,8 +76,8 @@ class FakeDecoder:
             raise self.error
         yield [8]
 
-    def drafted_rounds(self) -> Iterator[DraftedRound]:
-        yield DraftedRound((7, 8), 1, 0)
+    def drafted_rounds(self) -> Iterator[list[DraftedRound]]:
+        yield [DraftedRound((7, 8), 1, 0)]
         if self.error is not None:
             raise self.error
 
@@ -109,14 +111,16 @@ def test_no_rank_starts_before_all_are_prepared_or_is_marked_before_all_started(
 
 def test_all_ranks_draft_from_the_same(made: Made) -> None:
     drafter = Drafter(Drafting(Costs((1,) * 7), looks_up=False), [1], [7, 9], Archive())
-    launch = DraftingLaunch(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
-    made.ranks.start_drafting(Query(0, 1, [5]), launch)
+    one = DraftingSequence(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
+    launch = DraftingLaunch((one,), 3)
+    made.ranks.start_drafting([Query(0, 1, [5])], launch)
     assert [step for step, _ in made.log][::4] == ["prepare", "await", "go", "mark"]
     first = made.decoders[0].given
     assert isinstance(first, Given)
     assert (first.num_queries, first.most_rounds) == (2, 3)
     assert all(d.given is first and d.drafting is launch for d in made.decoders)
-    assert list(made.ranks.drafted_rounds()) == [DraftedRound((7, 8), 1, 0)]
+    assert all(d.kept is None for d in made.decoders)
+    assert list(made.ranks.drafted_rounds()) == [[DraftedRound((7, 8), 1, 0)]]
     made.decoders[2].error, made.decoders[2].end = LaunchError("the decode kernel", "x"), "gone"
     with pytest.raises(LaunchError, match="rank 2 on GPU 0 reports gone"):
         list(made.ranks.drafted_rounds())
@@ -127,7 +131,8 @@ def test_what_all_ranks_made_ready_starts_everywhere_with_the_first_token(
     made: Made, first: int | None
 ) -> None:
     drafter = Drafter(Drafting(Costs((1,) * 7), looks_up=False), [1], [7, 9], Archive())
-    launch = DraftingLaunch(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
+    one = DraftingSequence(drafter.state, Draft((7,), "prediction", 0), [1], [5], 3)
+    launch = DraftingLaunch((one,), 3)
     if first is None:
         made.ranks.prepare_next_drafting(Query(0, 1, [5]), launch)
     else:
@@ -148,6 +153,15 @@ def test_logits_come_together_by_token_id(made: Made) -> None:
     kept = torch.zeros(2, 1, PLAN.exchanges.sampled_rows)
     made.ranks.run([Query(0, 0, [1])], 2, logits=kept)
     assert torch.equal(kept[1, 0, :VOCAB], torch.arange(VOCAB).float())
+
+
+def test_logits_of_a_round_come_together_on_the_host(made: Made) -> None:
+    made.ranks.start([Query(0, 0, [1])], 2, keeps_logits=True)
+    for rank, decoder in enumerate(made.decoders):
+        assert decoder.kept is decoder.kept_logits
+        own = Share(SMALL, RANKS, rank).vocabulary
+        decoder.kept_logits[1, 3] = torch.arange(own.start, own.start + ROWS)
+    assert torch.equal(made.ranks.logits_of(1, 3)[:VOCAB], torch.arange(VOCAB).float())
 
 
 def stuck(missing: int) -> Fault:

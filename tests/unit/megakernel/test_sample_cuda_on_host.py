@@ -1,8 +1,7 @@
 """The CUDA sampler, compiled by g++, takes the tokens of soloist.sampling.
 
-A small header stands in for CUDA: threads of all blocks are coroutines of one thread, which run
-from barrier to barrier in random order, so a barrier that is missing, or that only some threads
-reach, shows. What the test does not see is the memory order of a GPU.
+A small header stands in for CUDA, and coroutines for the threads of all blocks
+(`threads_on_host.py`).
 """
 
 import ctypes
@@ -31,6 +30,7 @@ from soloist.sampling import Sampler, SamplingParams
 from soloist.sampling.constraint import num_words
 from soloist.sampling.elementary import integer_weights
 from soloist.sampling.noise import gumbel_of_words
+from unit.megakernel.threads_on_host import THREADS
 from unit.sampling.constraints import Drawn
 
 CUDA = Path(soloist.__file__).parent / "cuda"
@@ -39,7 +39,6 @@ BAD_LOGITS = 1
 
 MEMORY = r"""
 #pragma once
-#include <ucontext.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -81,17 +80,6 @@ template <class T> T atomicAdd(T* p, T x) { T old = *p; *p += x; return old; }
 STORES = "inline void store_exchanged(void* p, uint4 v) { std::memcpy(p, &v, 16); }\n"
 
 HARNESS = r"""
-#include "ops/sample.cuh"
-
-enum State { kReady, kAtWarp, kAtBlock, kAtGrid, kEnded };
-constexpr u32 kAll = kNumBlocks * kConsumerThreads;
-struct Thread {
-  ucontext_t context;
-  State state;
-  char stack[64 * 1024];
-};
-static Thread threads[kAll];
-static ucontext_t scheduler;
 static SampleArgs args;
 static u32* history;
 static u32 drafts[kMaxQueries], num_drafts;  // by query, what it takes; query 0 takes none
@@ -99,52 +87,16 @@ static u32 bounds[kNumBlocks + 1];
 static SampleScratch scratch;
 static SampleShared shared_memory[kNumBlocks];
 static SampleEpochs epochs[kAll];
-static u64 lane_values[2][kAll];
-static u32 lane_turns[kAll];
-static u32 grid_syncs, running, random_state = 1;
 
-static void pause_thread(u32 id, State state) {
-  threads[id].state = state;
-  swapcontext(&threads[id].context, &scheduler);
-}
-// Now and then another thread runs before, as where a record has not come yet.
-static void pause_now_and_then() {
-  random_state = random_state * 1664525u + 1013904223u;
-  if ((random_state >> 29) == 0) pause_thread(running, kReady);
-}
-
-struct Grid {
-  u32 id;
-  void pause(State state) { pause_thread(id, state); }
-  void acquire() {}
-  // Of all lanes of the warp.
-  const u64* lanes(u64 value) const {
-    u64* values = lane_values[lane_turns[id]++ & 1];
-    values[id] = value;
-    pause_thread(id, kAtWarp);
-    return values + id / 32 * 32;
-  }
-  u64 from_lane(u64 value, u32 lane) const { return lanes(value)[lane]; }
-  u32 warp_max(u32 value) const {
-    const u64* values = lanes(value);
-    return *std::max_element(values, values + 32);
-  }
-  u32 warp_add(u32 value) const {
-    const u64* values = lanes(value);
-    return std::accumulate(values, values + 32, 0u);
-  }
-  void block_sync() { pause(kAtBlock); }
-  void sync() { pause(kAtGrid); }
-  u32 block() const { return id / kConsumerThreads; }
-  u32 num_blocks() const { return kNumBlocks; }
-  u32 thread() const { return id % kConsumerThreads; }
+struct Grid : HostGrid {
+  void acquire() const {}
   u32 num_unseen(u32 query, u32 token) const {
     return num_drafts ? std::count(drafts + 1, drafts + query + 1, token) : 0;
   }
 };
 
 static void body(unsigned id) {
-  Grid grid{id};
+  Grid grid{{id}};
   SampleArgs own = args;
   own.row_begin = bounds[grid.block()];
   own.row_end = bounds[grid.block() + 1];
@@ -156,15 +108,6 @@ static void body(unsigned id) {
     if (is_mine) record_token(history + static_cast<u64>(args.params[c].history) * args.stride,
                               shared.results[c].token, own.row_begin, own.row_end);
   }
-  threads[id].state = kEnded;
-}
-
-static bool all_are(State state, u32 begin, u32 end) {
-  for (u32 i = begin; i < end; ++i) if (threads[i].state != state) return false;
-  return true;
-}
-static void release(u32 begin, u32 end) {
-  for (u32 i = begin; i < end; ++i) threads[i].state = kReady;
 }
 
 // Barriers over the grid; -1 where threads wait for each other forever, -2 where blocks disagree.
@@ -178,48 +121,8 @@ extern "C" int choose(const SampleParams* params, const SampleStep* steps, const
   std::memcpy(bounds, row_bounds, sizeof bounds);
   std::memset(shared_memory, 0xA5, sizeof shared_memory);
   before_load = pause_now_and_then;
-  std::memset(lane_turns, 0, sizeof lane_turns);
-  grid_syncs = 0;
-  for (u32 i = 0; i < kAll; ++i) {
-    Thread& thread = threads[i];
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack;
-    thread.context.uc_stack.ss_size = sizeof thread.stack;
-    thread.context.uc_link = &scheduler;
-    thread.state = kReady;
-    makecontext(&thread.context, reinterpret_cast<void (*)()>(body), 1, i);
-  }
-  while (!all_are(kEnded, 0, kAll)) {
-    random_state = random_state * 1664525u + 1013904223u;
-    const u32 start = random_state >> 8, step = (random_state >> 4 & 1) ? 1 : kAll - 1;
-    bool moved = false;
-    for (u32 n = 0, i = start % kAll; n < kAll; ++n, i = (i + step) % kAll) {
-      if (threads[i].state != kReady) continue;
-      // Some wait for the next sweep, so that threads and blocks drift apart.
-      random_state = random_state * 1664525u + 1013904223u;
-      if (moved && (random_state >> 28) == 0) continue;
-      moved = true;
-      running = i;
-      swapcontext(&scheduler, &threads[i].context);
-    }
-    for (u32 begin = 0; begin < kAll; begin += 32) {
-      if (!all_are(kAtWarp, begin, begin + 32)) continue;
-      release(begin, begin + 32);
-      moved = true;
-    }
-    for (u32 b = 0; b < kNumBlocks; ++b) {
-      const u32 begin = b * kConsumerThreads;
-      if (!all_are(kAtBlock, begin, begin + kConsumerThreads)) continue;
-      release(begin, begin + kConsumerThreads);
-      moved = true;
-    }
-    if (all_are(kAtGrid, 0, kAll)) {
-      release(0, kAll);
-      ++grid_syncs;
-      moved = true;
-    }
-    if (!moved) return -1;
-  }
+  const int grid_syncs = run_threads(body);
+  if (grid_syncs < 0) return grid_syncs;
   std::memcpy(results, shared_memory[0].results, queries * sizeof *results);
   for (u32 b = 0; b < kNumBlocks; ++b)
     if (std::memcmp(results, shared_memory[b].results, queries * sizeof *results) ||
@@ -258,7 +161,7 @@ def build(folder: Path, blocks: int, threads: int) -> ctypes.CDLL:
         + sampling_words()
         + f"{SAMPLE_PARAMS.cuda}\n{SAMPLE_STEP.cuda}\n"
     )
-    (folder / "harness.cc").write_text(HARNESS)
+    (folder / "harness.cc").write_text(f'#include "ops/sample.cuh"\n{THREADS}{HARNESS}')
     library = folder / "sampler.so"
     command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-fPIC", "-shared", f"-I{folder}", f"-I{CUDA}"]

@@ -68,7 +68,10 @@ def decode(
             "be repeated.",
         ),
     ] = None,
-    sequences: Annotated[int, o.with_shape(help="Sequences decoded together.")] = 1,
+    sequences: Annotated[
+        int,
+        typer.Option(help="Requests, or with --shape sequences, that are decoded together."),
+    ] = 1,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
     device: o.Device = "auto",
@@ -96,7 +99,7 @@ def decode(
 
     checked = o.checked_precision(precision)
     layers, head = o.checked_weights(weights), o.checked_head_weights(head_weights)
-    _check_shape(shape, model, against, adapter, sequences, context)
+    _check_shape(shape, model, against, adapter, context)
     looks_up = o.speculates(speculate)
     if shape is not None and (prediction or looks_up):
         option, given = ("--prediction", "on") if prediction else ("--speculate", speculate)
@@ -139,7 +142,7 @@ def decode(
         plan = bench_decode.Plan(
             asked, prompt_tokens, new_tokens, runs, against, busy, columns,
             looks_up=looks_up, wrong=wrong if prediction else None, temperature=temperature,
-            beside=tuple(beside or ()), text=text,
+            beside=tuple(beside or ()), text=text, sequences=sequences,
         )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)
@@ -375,7 +378,6 @@ def _check_shape(
     model: str | None,
     against: str | None,
     adapter: str | None,
-    sequences: int,
     context: int | None,
 ) -> None:
     """Options of `bench decode` that go with --shape, and those that do not.
@@ -384,12 +386,8 @@ def _check_shape(
         SettingError: one is there that would have no effect.
     """
     if shape is None:
-        for name, value, off in (
-            ("--sequences", sequences, 1),
-            ("--context", context, None),
-        ):
-            if value != off:
-                raise SettingError(name, value, "only with --shape", "add --shape config.json")
+        if context is not None:
+            raise SettingError("--context", context, "only with --shape", "add --shape config.json")
         return
     for name, unused in (("MODEL", model), ("--against", against), ("--adapter", adapter)):
         if unused is not None:

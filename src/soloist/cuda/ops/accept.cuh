@@ -53,10 +53,9 @@ struct Accepted {
   bool ends;  // the launch
 };
 
-// Tokens of the round, from `chosen` of all columns. `fed`: what the columns were fed, the latest token and the draft;
-// `first_stop`: tokens of the launch before a stop token counts.
+// Tokens of the round, from `chosen` of the sequence's columns. `fed`: what the columns were fed, the latest token and the draft.
 __device__ __forceinline__ Accepted accept(Drafter& drafter, const DraftStart& start, const u32* fed, const u32* chosen,
-                                           const u32* stops, u32 num_stops, u32 first_stop, u32 vocab) {
+                                           const u32* stops, u32 num_stops, u32 vocab) {
   Accepted accepted{1, chosen[0] >= vocab};
   u32 num_right = 0, num_checked = 0;
 #pragma unroll 1
@@ -71,8 +70,7 @@ __device__ __forceinline__ Accepted accept(Drafter& drafter, const DraftStart& s
   }
   if (num_checked) judge(drafter.depths[drafter.kind], num_checked, num_right, start);
 #pragma unroll 1
-  for (u32 i = 0; i < accepted.count; ++i)
-    accepted.ends |= drafter.made + i + 1 > first_stop && is_stop(chosen[i], stops, num_stops);
+  for (u32 i = 0; i < accepted.count; ++i) accepted.ends |= is_stop(chosen[i], stops, num_stops);
   drafter.made += accepted.count;
   drafter.left -= accepted.count < drafter.left ? accepted.count : drafter.left;
   accepted.ends |= drafter.left == 0;

@@ -1,6 +1,7 @@
 // The round's choice by sample.cuh, in the kernel that samples: temperature and filters, penalties, bias,
 // bans. The kernel that only takes largest logits chooses in head.cuh, and nothing here costs it anything.
 #pragma once
+#include "ops/draft_control.cuh"
 #include "ops/head.cuh"
 #include "ops/sample.cuh"
 
@@ -23,11 +24,17 @@ struct SampleState {
 template <class M>
 constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
 
+// Behind `Control`, from round to round; the plan has room for it in builds that draft.
+__device__ __forceinline__ DraftControl& draft_control(Control& control) { return reinterpret_cast<DraftControl&>(*(&control + 1)); }
+__device__ __forceinline__ const DraftControl& draft_control(const Control& control) {
+  return reinterpret_cast<const DraftControl&>(*(&control + 1));
+}
+
 // All blocks run at once, so they may wait for each other.
 struct WholeGrid {
   u32* counter;
   u32 arrivals;
-  const u32* fed;  // the queries' input tokens
+  const Control& control;
 
   __device__ __forceinline__ u32 block() const { return blockIdx.x; }
   __device__ __forceinline__ u32 num_blocks() const { return kNumBlocks; }
@@ -37,13 +44,15 @@ struct WholeGrid {
   __device__ __forceinline__ u64 from_lane(u64 value, u32 lane) const { return __shfl_sync(~0u, value, lane); }
   __device__ __forceinline__ u32 warp_max(u32 value) const { return __reduce_max_sync(~0u, value); }
   __device__ __forceinline__ u32 warp_add(u32 value) const { return __reduce_add_sync(~0u, value); }
-  // Queries of a launch that drafts are of one sequence, and all but the first take drafts, which join its output when
-  // they are accepted.
+  // In a launch that drafts all queries of a sequence but its first take drafts, which join its output when they are
+  // accepted.
   __device__ __forceinline__ u32 num_unseen(u32 query, u32 id) const {
     u32 count = 0;
-    if constexpr (kDrafts)
+    if constexpr (kDrafts) {
+      const DraftControl& drafting = draft_control(control);
 #pragma unroll 1
-      for (u32 i = 1; i <= query; ++i) count += fed[i] == id;
+      for (u32 i = drafting.column[drafting.owner[query]] + 1; i <= query; ++i) count += control.token[i] == id;
+    }
     return count;
   }
   // Thread 0 speaks for its block: what the others wrote before the first block barrier is released
@@ -87,6 +96,14 @@ template <class M>
 __device__ __forceinline__ u8* shared_part(u32 offset) {
   return dynamic + M::kRingBytes + offset;
 }
+// Parameters, of which only builds that draft have all: a name that is looked up when a model is known.
+template <class M>
+struct ParamsOf {
+  using Type = Params;
+};
+template <class M>
+__device__ __forceinline__ const DraftBuffers& draft_buffers(const typename ParamsOf<M>::Type& params) { return params.draft; }
+
 template <class M>
 __device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part<M>(M::kShSampling)); }
 
@@ -187,7 +204,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
-  WholeGrid grid{&workspace.arrivals, state.arrivals, control.token};
+  WholeGrid grid{&workspace.arrivals, state.arrivals, control};
   SampleEpochs epochs = state.epochs;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
   const OwnIds<M> own(grid.block());

@@ -145,7 +145,8 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
     if constexpr (kDrafts) {
       u32* words = params.emitted + round * kEmittedWords;
       for (u32 i = 0; i < kMaxQueries; ++i) store_host(words + i, c->emit[i]);
-      store_host(words + kMaxQueries, const_cast<volatile DraftControl&>(draft_control<M>()).told);
+      const volatile u16* told = draft_control(*control).told;
+      for (u32 s = 0; s < draft_buffers<M>(params).num_sequences; ++s) store_host(words + kMaxQueries + s, told[s]);
     } else {
       for (u32 i = 0; i < c->queries; ++i) store_host(params.emitted + round * kMaxQueries + i, c->emit[i]);
     }
@@ -200,7 +201,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
     control->token[thread] = start.forced ? params.forced[thread * params.launch->rounds] : 0;
   }
   if constexpr (kSamples) prepare_sampling<M>(*params.launch);
-  if constexpr (kDrafts) prepare_drafting<M>(*draft_buffers<M>(params).start);
+  if constexpr (kDrafts) begin_drafting(draft_control(*control), draft_buffers<M>(params), blockIdx.x, thread);
   __syncthreads();
   if (Role::kIsNew ? warp >= kConsumerWarps : Role::kHelps) {
     if constexpr (Role::kIsNew) give_registers();
