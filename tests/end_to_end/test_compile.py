@@ -137,11 +137,11 @@ def test_each_source_is_named_once() -> None:
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_codes_of_keys_and_values_have_a_kernel_more(name: KvName) -> None:
-    """And it is the one that prefill asks for. No launch drafts with them yet."""
+    """And it is the one that prefill asks for."""
     kv = kv_format(name, etude(), Dtype.BF16)
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], kv=kv)
     sources = list(kernel_sources(plan))
-    kinds = [kind.replace("attend_pages", "attend_first") for kind in KINDS if "drafts" not in kind]
+    kinds = [kind.replace("attend_pages", "attend_first") for kind in KINDS]
     assert [named.name for named in sources] == [*kinds[:-1], "prompts, coded_pages", kinds[-1]]
     a = etude().layers[0].attention
     pool = PagePool(

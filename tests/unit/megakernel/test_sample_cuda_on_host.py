@@ -39,6 +39,7 @@ BAD_LOGITS = 1
 
 MEMORY = r"""
 #pragma once
+#include <ucontext.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
