@@ -320,7 +320,7 @@ def test_offloaded_prompts_come_back(soloist, subject):
         (("--kept", 300), "fewer than the 300 tokens of --prompt-tokens"),
         (("--kept", 256, "--prefix", "warm"), "one of both options"),
         (("--page-attention",), "one or more Hopper GPUs"),
-        (("--path", "decode"), "prefill on the CPU"),
+        (("--path", "decode"), "auto, prefill on the CPU"),
         (("--path", "both"), "prefill, decode, auto"),
         (("--packed-prompts",), "one or more Hopper GPUs"),
     ],

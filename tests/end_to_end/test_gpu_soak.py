@@ -106,8 +106,8 @@ class Asked:
 def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> tuple[int, int]:
     """Requests of random lengths, up to six at a time, a third of them cancelled.
 
-    Half of the time there is one at a time: it drafts. Returns how many there were, and how many
-    of their tokens were predicted.
+    Half of the time there is one at a time. Returns how many there were, and how many of their
+    tokens were predicted.
     """
     kinds = [(own.tokenizer.encode(text), params) for text in PROMPTS for params in PARAMS]
     alone: list[tuple[int, ...]] = []
@@ -127,7 +127,10 @@ def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> t
             params = replace(kinds[kind][1], max_tokens=length)
             cancel_at = rng.choice((None, None, rng.randint(0, length)))
             prediction = predicted(rng, alone[kind][:length])
-            ticket = loop.submit(kinds[kind][0], params, prediction_ids=prediction)
+            ticket = loop.submit(
+                kinds[kind][0], params, prediction_ids=prediction,
+                top_logprobs=rng.choice((None, None, 3)),
+            )  # fmt: skip
             open_now.append(Asked(ticket, alone[kind][:length], cancel_at))
             count += 1
         for asked in open_now:

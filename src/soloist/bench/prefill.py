@@ -150,8 +150,8 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
         ):
             if is_asked:
                 raise SettingError(option, str(device), "one or more Hopper GPUs")
-        if plan.asked.tail_path != "prefill":
-            allowed = "prefill on the CPU, where no decode kernel runs"
+        if plan.asked.tail_path == "decode":
+            allowed = "auto, prefill on the CPU, where no decode kernel runs"
             raise SettingError("--path", plan.asked.tail_path, allowed)
         if "offloaded" in plan.prefixes:
             allowed = "cold, warm, both, saved on the CPU, where nothing is offloaded"

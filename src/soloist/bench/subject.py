@@ -57,7 +57,7 @@ class Reading(NamedTuple):
 
     packed_prompts: bool = False
     page_attention: bool | None = None
-    tail_path: TailPath = "prefill"
+    tail_path: TailPath = "auto"
     host_bytes: int = 0
 
 

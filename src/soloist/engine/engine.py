@@ -398,7 +398,7 @@ def _reference(
         raise ShapeUnsupported(f"attention from KV pages on {resolved.device}", "Hopper GPUs")
     if asked.packed_prompts:
         raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "Hopper GPUs")
-    if asked.tail_path != "prefill":
+    if asked.tail_path == "decode":
         given = f"ends of prompts in rounds of the decode kernel on {resolved.device}"
         raise ShapeUnsupported(given, "GPUs that have the kernel")
     return ReferenceModel(

@@ -92,7 +92,7 @@ class Capacity:
     keeps_prefixes: bool = False
     host_bytes: int = 0
     page_attention: bool | None = None
-    tail_path: TailPath = "prefill"
+    tail_path: TailPath = "auto"
 
     @property
     def num_pages(self) -> int:

@@ -208,9 +208,9 @@ def prefill(
         str,
         typer.Option(
             help="Which way the tokens behind a prompt's last chunk are read: prefill (a pass), "
-            "decode (rounds of the decode kernel), or auto (by a rule; an experiment)."
+            "decode (rounds of the decode kernel), or auto (by a rule of measured figures)."
         ),
-    ] = "prefill",
+    ] = "auto",
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     baseline: o.Baseline = None,
