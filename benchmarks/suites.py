@@ -135,6 +135,28 @@ _LOOKUP = {"h100": "", "h200": " --speculate auto"}
 _ETUDE_TEMPERATURES: Mapping[str, tuple[int, ...]] = {"h100": (), "h200": (0, 1)}
 
 
+# What each of several requests gains and loses by the others' predictions.
+_SIDE_BY_SIDE: Mapping[str, tuple[str, ...]] = {
+    "h100": (),
+    "h200": tuple(
+        f"bench decode {_quantized('bf16', 'qwen3-1.7b')} {_RUN} --sequences 3 --prediction "
+        f"--wrong {wrong}{_LOOKUP['h200'] if wrong else ''}"
+        for wrong in (0, 1)
+    ),
+}
+# The shape of a model made for a million positions.
+_MILLION: Mapping[str, tuple[str, ...]] = {
+    "h100": (),
+    "h200": (
+        _decode(
+            "long/llama-3.1-8b",
+            "--prompt-tokens 128 --new-tokens 64 --precision bf16 --context 1000000 --kv int4 "
+            "--runs 3",
+        ),
+    ),
+}
+
+
 def _prefill(shape: str, options: str) -> str:
     return f"bench prefill --shape benchmarks/shapes/{shape}.json --precision bf16 {options}"
 
@@ -163,6 +185,17 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
             for shape, options in _KEPT
             for way in _WAYS_OF_ATTENTION[kind]
         ),
+        # A prompt's last tokens: by a pass, and in rounds of the decode kernel.
+        "tails": tuple(
+            _prefill(
+                shape,
+                f"--prompt-tokens {kept + 8} --prompt-tokens {kept + 16} --kept {kept} "
+                f"--path {path} --runs 5",
+            )
+            for shape in ("llama-3.1-8b", "llama-3.2-1b")
+            for kept in (31744, 99840)
+            for path in ("prefill", "decode")
+        ),
         "predictions": (
             *(
                 f"bench decode {_quantized(form, shape)} {_RUN} --prediction --wrong {wrong}"
@@ -179,16 +212,20 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
                 f"--temperature {temperature} --prediction --wrong 0.1"
                 for temperature in _ETUDE_TEMPERATURES[kind]
             ),
+            *_SIDE_BY_SIDE[kind],
         ),
         # Back from the host's memory and from files; and beside a stream.
         "contexts": tuple(
             _prefill("llama-3.1-8b", f"--prompt-tokens 32000 {where} --runs 5")
             for where in ("--prefix offloaded", "--prefix saved", "--prefix cold --streams 1")
         ),
-        "kv": tuple(
-            _decode("llama-3.1-8b", f"{_RUN} --context {context}{kv}")
-            for context in (8192, 128000)
-            for kv in ("", " --kv int8", " --kv fp8", " --kv int4")
+        "kv": (
+            *(
+                _decode("llama-3.1-8b", f"{_RUN} --context {context}{kv}")
+                for context in (8192, 128000)
+                for kv in ("", " --kv int8", " --kv fp8", " --kv int4")
+            ),
+            *_MILLION[kind],
         ),
     }
     return {f"{kind}-{name}.json": File(commands) for name, commands in files.items()}

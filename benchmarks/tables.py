@@ -345,11 +345,26 @@ def h200_predictions() -> str:
             continue
         drafts = "lookup" if r["wrong"] is None else f"prediction, {r['wrong']:.0%} wrong"
         cells.append((
-            r["shape"], _stored(r), f"{r['temperature']:.0f}", drafts,
+            r["shape"], _stored(r), f"{r['temperature']:.0f}", drafts, str(r["sequences"]),
             f"{r['tokens_per_round']:.2f}", *_speed(r, 0), _speed(plain, 0)[0],
         ))  # fmt: skip
-    headings = ("shape", "weights", "temperature", "drafts", "tokens a step", "tokens/s")
-    return table((*headings, "min – max", "without"), cells, 4)
+    headings = ("shape", "weights", "temperature", "drafts", "requests", "tokens a step of each")
+    return table((*headings, "tokens/s", "min – max", "without"), cells, 4)
+
+
+def h200_tails() -> str:
+    """A prompt's last tokens by a pass of prefill, and in rounds of the decode kernel."""
+    found: dict[tuple[str, int, int], dict[str, str]] = {}
+    for r in rows_of("h200-tails.json", "prefill"):
+        tail = r["prompt_tokens"] - r["cached_tokens"]
+        path = "decode" if "--path decode" in r["command"] else "prefill"
+        ways = found.setdefault((r["shape"], r["cached_tokens"], tail), {})
+        ways[path] = f"{r['ttft_ms']['median']:.1f}"
+    cells = [
+        (shape, f"{kept:,}", str(tail), ways["prefill"], ways["decode"])
+        for (shape, kept, tail), ways in found.items()
+    ]
+    return table(("shape", "kept tokens", "new tokens", "by a pass", "in rounds"), cells)
 
 
 def h200_quantized_startup() -> str:
@@ -655,6 +670,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
+    "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
     "h200-quantized-startup": h200_quantized_startup,

@@ -118,9 +118,12 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
     if unpacked:
         lines.append(f"assumed: dequantising {', '.join(unpacked)} costs nothing")
     if not subject.model.kv.is_plain:
+        name = subject.model.kv.name
+        share = MEASURED.kv_read_shares[name]
         lines.append(
-            f"assumed: dequantising a KV cache in {subject.model.kv.name} costs nothing; the "
-            "decode kernel has it beside bf16, not fp16"
+            f"a KV cache in {name} is read at {share:.0%} of that bandwidth (measured on 1 GPU: "
+            "benchmarks/results/h200-kv.json; assumed on others); the decode kernel has it beside "
+            "bf16, not fp16"
         )
     shown = {row.precision for row in rows}
     unfit = [p for p in PRECISIONS if not can_store(subject.model.specs, p)]

@@ -95,8 +95,8 @@ class TailCosts:
 def tail_costs(facts: TailFacts) -> TailCosts:
     """From what was measured; passes are taken to be rather quicker than they are.
 
-    Where these attend to pages no figure was measured on an H200: keys are taken to be read once,
-    as quickly as weights are.
+    Where these attend to pages, keys are taken to be read once, as quickly as weights are.
+    `benchmarks/results/h200-tails.json` has both ways: the quicker one is that of these costs.
     """
     gathered = facts.layers * facts.head_dim * GATHERED_KEY_S
     return TailCosts(

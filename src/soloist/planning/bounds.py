@@ -42,6 +42,7 @@ class StepCost:
         flops: multiplications and additions, of all queries.
         layers: in which blocks wait for each other.
         kind: of their exchanges.
+        kv_name: how keys and values are stored, as `KvFormat.name` says it.
     """
 
     weight_bytes: int
@@ -49,6 +50,7 @@ class StepCost:
     flops: float
     layers: int
     kind: Kind = Kind.DENSE
+    kv_name: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +87,7 @@ def step_cost(
         flops=queries * (2 * _values_used(model) + attention_flops(model, context_tokens)),
         layers=model.num_layers,
         kind=kind_of(model),
+        kv_name="" if model.kv.is_plain else model.kv.name,
     )
 
 

@@ -110,10 +110,8 @@ def reach(subject: Subject, precision: Precision, gpus: int, obstacle: str = "")
         missing_bytes=max(0, bytes_per_gpu(subject, precision, gpus) - hardware.memory_bytes),
         limit_tokens_per_s=speed_limit(cost.num_bytes, hardware.bandwidth, gpus),
         expected=expected,
-        # What unpacking small weights, or keys and values, costs has not been measured.
-        measured=precision.measured
-        and subject.model.kv.is_plain
-        and is_measured(cost.kind, hardware, gpus),
+        # What unpacking small weights costs has not been measured.
+        measured=precision.measured and is_measured(cost.kind, hardware, gpus, cost.kv_name),
         obstacle=obstacle,
         draft_bytes=subject.draft_bytes,
         speculating=speculating,

@@ -1,10 +1,13 @@
 """Expected times against what was measured, and against sums by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from soloist.model.dtype import Dtype
+from soloist.model.kv_format import KV_FORMATS, kv_format
 from soloist.planning import expectation
 from soloist.planning.bounds import Kind, StepCost, step_cost
 from soloist.planning.expectation import Wall, expect, is_measured
@@ -27,6 +30,25 @@ def test_recorded_speeds_of_one_gpu_are_met_within_6_percent():
         assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.01)
         speed = 1 / expect(cost, H200, 1).token_s
         assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.06), row["shape"]
+
+
+def test_recorded_speeds_with_keys_and_values_in_codes_are_met_within_9_percent():
+    rows = json.loads((BENCHMARKS / "results/h200-kv.json").read_text())
+    assert {row["kv"] for row in rows} == {"", *KV_FORMATS}
+    assert max(row["start_position"] for row in rows) == 1_000_000
+    for row in rows:
+        words = row["command"].split()
+        model = read_model(BENCHMARKS.parent / words[words.index("--shape") + 1])
+        if row["kv"]:
+            model = replace(model, kv=kv_format(row["kv"], model.config, Dtype.BF16))
+        cost = step_cost(model, SIXTEEN_BIT, row["start_position"] + row["new_tokens"] // 2)
+        assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.01)
+        speed = 1 / expect(cost, H200, 1).token_s
+        told = row["kv"], row["start_position"]
+        assert speed == pytest.approx(row["decode_tokens_per_s"]["median"], rel=0.09), told
+        assert is_measured(cost.kind, H200, 1, cost.kv_name)
+    assert not is_measured(Kind.DENSE, H200, 2, "int4")
+    assert is_measured(Kind.DENSE, H200, 2)
 
 
 def test_the_chain_on_eight_gpus_is_met_within_3_percent():

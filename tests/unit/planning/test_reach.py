@@ -46,7 +46,7 @@ def test_a_model_that_fits(tmp_path):
 
 @pytest.mark.parametrize(("kv", "head_bytes"), [("int8", 130), ("int4", 72)])
 def test_keys_and_values_in_fewer_bits(tmp_path, kv, head_bytes):
-    """Less is held and read, by an assumption; and GPUs run it."""
+    """Less is held and read, as was measured on one GPU; and GPUs run it."""
     plain = subject_of(tmp_path, "H200", 131_072)
     model = plain.model
     subject = replace(plain, model=replace(model, kv=kv_format(kv, model.config, Dtype.BF16)))
@@ -54,7 +54,8 @@ def test_keys_and_values_in_fewer_bits(tmp_path, kv, head_bytes):
     assert row.kv_bytes == 131_072 * 2 * 32 * 8 * head_bytes
     assert wide.bytes_per_token - row.bytes_per_token == wide.kv_bytes - row.kv_bytes
     assert wide.measured
-    assert not row.measured
+    assert row.measured
+    assert not reach(subject, FP16, 2).measured
     assert [found.obstacle for found in reaches(subject, [FP16], GPU_COUNTS)] == [""] * 4
 
 
