@@ -75,7 +75,7 @@ class EngineConfig:
             without `kv`, of models without lanes. The ways have other bits.
         tail_path: which way a prompt's last tokens are read, those behind its last chunk, which no
             other prompt gets: by a pass ('prefill'), in rounds of the decode kernel ('decode'), or
-            by a rule of measured figures ('auto': up to eight tokens by rounds, on one H200). The
+            by a rule of measured figures ('auto': a few tokens by rounds, on one Hopper GPU). The
             ways have other bits; what was kept of a prompt has no part in the choice.
         accepted_fields: of config.json, that Soloist does not know and that do not change the
             model's output, as the caller knows; a field inside another as 'outer.inner'.
