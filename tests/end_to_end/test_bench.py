@@ -185,6 +185,25 @@ def test_requests_side_by_side_have_a_row_together(soloist):
     assert plain["mbu"] == pytest.approx(moved / plain["bandwidth_gb_per_s"] / 1e9, abs=0.002)
 
 
+def test_of_requests_side_by_side_one_has_a_prediction(soloist):
+    options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 120, "--runs", 2)
+    options += ("--sequences", 3, "--prediction", "--predicted")
+    done = soloist("bench", "decode", "etude-draft", *options, 1, "--json")
+    assert done.status == 0, done.err
+    plain, predicted = json.loads(done.out)
+    assert plain["output_ids_sha256"] == predicted["output_ids_sha256"]
+    assert plain["predicted"] == predicted["predicted"] == 1
+    # The mean of three, of which one has eight tokens a step.
+    assert 2 < predicted["tokens_per_round"] < 3.5
+    # By count it has as many: a step with drafts comes as seldom as it is long.
+    before, now = (row["beside_tokens_per_s"]["median"] for row in (plain, predicted))
+    assert now > 0.6 * before
+    done = soloist("bench", "decode", "etude-draft", *options, 4)
+    assert done.status != 0
+    assert "--predicted" in done.err
+    assert "1 … 3" in done.err
+
+
 def test_the_prediction_of_a_text_is_what_follows_in_it(soloist, tmp_path):
     """Of a text whose rest is the answer all is right; of another one hardly anything."""
     prompt = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"

@@ -165,24 +165,29 @@ class Answer:
         self.output += made.tokens
 
 
-def offer(answers: Sequence[Answer], stops: Sequence[int]) -> None:
+def offer(answers: Sequence[Answer], stops: Sequence[int], most_beside: int) -> None:
     for one in answers:
         one.offer(stops)
     offered = [len(one.draft.ids) if one.draft else 0 for one in answers]
-    for one, count in zip(answers, deal(offered, MAX_QUERIES - len(answers)), strict=True):
+    for one, count in zip(answers, deal(offered, MAX_QUERIES, most_beside), strict=True):
         if one.draft is not None:
             one.draft = replace(one.draft, ids=one.draft.ids[:count]) if count else None
 
 
 def launch(
-    kind: str, answers: Sequence[Answer], stops: Sequence[int] = (), *, keeps_logits: bool = False
+    kind: str,
+    answers: Sequence[Answer],
+    stops: Sequence[int] = (),
+    *,
+    keeps_logits: bool = False,
+    most_beside: int = MAX_QUERIES,
 ) -> None:
     """A launch over pages that have the prompt, a sequence for each answer."""
     decoder, ids = model(kind).decoder, list(prompt())
     for row, one in enumerate(answers):
         one.output = [read(kind, row)]
         assert one.output == [plain(kind, one.how)[0]]
-    offer(answers, stops)
+    offer(answers, stops, most_beside)
     given = tuple(
         DraftingSequence(
             NO_DRAFTS if one.drafter is None else one.drafter.state,
@@ -195,11 +200,12 @@ def launch(
         for row, one in enumerate(answers)
     ]
     most_rounds = KEPT_ROUNDS if keeps_logits else TOKENS
-    decoder.start_drafting(queries, DraftingLaunch(given, most_rounds), keeps_logits=keeps_logits)
+    asked = DraftingLaunch(given, most_rounds, most_beside)
+    decoder.start_drafting(queries, asked, keeps_logits=keeps_logits)
     for made in decoder.drafted_rounds():
         for one, of_one in zip(answers, made, strict=True):
             one.take(of_one)
-        offer(answers, stops)
+        offer(answers, stops, most_beside)
 
 
 def drafted(
@@ -276,6 +282,28 @@ def test_sequences_side_by_side_change_no_token(kind: str, wrong: tuple[float | 
         if one.drafter is None:
             assert {count for _, count in one.rounds} == {0}
     assert len({len(one.rounds) for one in answers}) == 1
+
+
+@pytest.mark.parametrize("most_beside", [3, 5])
+def test_a_sequence_without_drafts_leaves_others_fewer_queries(kind: str, most_beside: int) -> None:
+    answers = [
+        Answer(how, None if number else Drafter(ALWAYS, prompt(), plain(kind, how), Archive()))
+        for number, how in enumerate(WAYS)
+    ]
+    if most_beside == 3:
+        # A launch of which nobody drafts in its first round is none.
+        answers[1].drafter = Drafter(ALWAYS, prompt(), plain(kind, WAYS[1]), Archive())
+        answers[2].drafter = Drafter(ALWAYS, prompt(), plain(kind, WAYS[2])[:20], Archive())
+    launch(kind, answers, most_beside=most_beside)
+    for one in answers:
+        assert one.tokens == list(plain(kind, one.how)[1 : len(one.tokens) + 1])
+        assert [made.num_drafted for made, _ in one.rounds] == [count for _, count in one.rounds]
+    drafts = [sum(one.rounds[n][1] for one in answers) for n in range(len(answers[0].rounds))]
+    limited = [
+        count for n, count in enumerate(drafts) if any(not one.rounds[n][1] for one in answers)
+    ]
+    assert limited
+    assert max(limited) == most_beside - 3
 
 
 def test_two_greedy_sequences_change_no_token(kind: str) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from end_to_end.test_gpu_loop import PARAMS, PROMPTS, engine, events_of
 from soloist.engine import Chunk, Completion
+from soloist.engine.drafting import PREDICTIONS
 from soloist.engine.kernel import KernelModel
-from soloist.engine.kernel_executor import PREDICTIONS
 from soloist.engine.loop import EngineLoop
 from soloist.sampling import SamplingParams
 

@@ -129,3 +129,18 @@ def test_sequences_side_by_side_change_no_token(
         seen = torch.cat([x.logits for x in made])
         torch.testing.assert_close(seen, logits[:count], rtol=0, atol=1e-4)
     assert max(sum(made.num_drafted for made in of_round) for of_round in rounds) == 5
+
+
+def test_a_sequence_without_drafts_leaves_others_fewer_queries(
+    bench: Bench, plain: tuple[list[int], torch.Tensor]
+) -> None:
+    tokens, _ = plain
+    first = read(bench, 0)[1]
+    right = [first, *tokens]
+    sequences = [sequence(bench, row, x, Archive()) for row, x in enumerate((right, None, None))]
+    rounds = list(DraftingLaunch(launched(bench).ranks, sequences, 5).rounds())
+    for one in sequences:
+        assert one.output_ids[1:] == tokens[: len(one.output_ids) - 1]
+    drafted = [[made.num_drafted for made in of_round] for of_round in rounds]
+    assert drafted[0] == [2, 0, 0]
+    assert all(sum(counts) <= (5 if all(counts) else 2) for counts in drafted)

@@ -39,7 +39,8 @@ _CONDITIONS: dict[str, dict[str, Any]] = {
         ("shape", "device", "gpus", "precision", "prompt_tokens", "new_tokens", "columns")
     )
     | {"sequences": 1, "speculation": False, "busy_processes": 0}
-    | {"drafting": "", "wrong": None, "temperature": 0.0, "kv": "", "text": ""},
+    | {"drafting": "", "wrong": None, "temperature": 0.0, "kv": "", "text": ""}
+    | {"predicted": None},
     "prefill": dict.fromkeys(
         ("shape", "device", "gpus", "precision", "prompt_tokens", "prefix", "cached_tokens")
     )

@@ -17,6 +17,8 @@ class Run:
         token_s: times between instants at which tokens came.
         tokens_per_round: where tokens were drafted.
         accepted: of the drafted tokens, the share that was right; None where there are none.
+        beside_tokens_per_s: of each request that has no prediction beside others that have one,
+            mean, while all of them decode; None where there are no such requests.
     """
 
     ttft_s: float
@@ -25,6 +27,7 @@ class Run:
     token_s: tuple[float, ...]
     tokens_per_round: float | None = None
     accepted: float | None = None
+    beside_tokens_per_s: float | None = None
 
 
 class Contender(Protocol):

@@ -55,6 +55,7 @@ class Plan:
         text: whose beginning is the prompt; a prediction is then what follows in it, and the answer
             may be another text. None takes a module of Python's library.
         sequences: requests side by side, each of which begins the text at another token.
+        predicted: of these requests, those that have a prediction.
     """
 
     asked: EngineConfig
@@ -70,6 +71,7 @@ class Plan:
     beside: tuple[str, ...] = ()
     text: Path | None = None
     sequences: int = 1
+    predicted: int | None = None
 
 
 class Ours:
@@ -82,6 +84,7 @@ class Ours:
         wrong: see `Plan`.
         expected: the text that the prediction is made of; None takes the answer.
         sequences: requests side by side, without detokenisation where there are several.
+        predicted: of these, those that have a prediction; None: all.
     """
 
     def __init__(
@@ -92,7 +95,9 @@ class Ours:
         wrong: float | None = None,
         expected: Sequence[int] | None = None,
         sequences: int = 1,
+        predicted: int | None = None,
     ) -> None:
+        self._predicted = sequences if predicted is None else predicted
         self.name, self.drafting, self.wrong = "soloist", drafting, wrong
         self._engine = engine
         self._temperature = temperature
@@ -110,13 +115,15 @@ class Ours:
         else:
             prompts = [[*prompt_ids[i:], *prompt_ids[:i]] for i in range(count)]
             run, answers = run_requests(
-                self._engine, prompts, new_tokens, self._temperature, self._predictions
-            )
+                self._engine, prompts, new_tokens, self._temperature, self._predictions,
+                self._predicted,
+            )  # fmt: skip
         self._engine.model.drafting = None
-        if self.wrong is not None and None in self._predictions:
+        if self.wrong is not None and self._predictions[0] is None:
             # Of the run that warms up; the same in all others.
             vocab_size = self._engine.config.vocab_size
-            self._predictions = [with_wrong(ids, self.wrong, vocab_size) for ids in answers]
+            for number, ids in enumerate(answers[: self._predicted]):
+                self._predictions[number] = with_wrong(ids, self.wrong, vocab_size)
         return run
 
     def _alone(self, prompt_ids: list[int], new_tokens: int) -> Run:
@@ -238,17 +245,17 @@ def _ours(plan: Plan, engine: Engine, expected: Sequence[int] | None) -> list[Co
         SettingError: this model's drafts are not checked here.
     """
     drafting, engine.model.drafting = engine.model.drafting, None
-    count = plan.sequences
-    ours: list[Contender] = [Ours(engine, plan.temperature, sequences=count)]
+    counts = (plan.sequences, plan.predicted)
+    ours: list[Contender] = [Ours(engine, plan.temperature, None, None, None, *counts)]
     if plan.wrong is not None:
         if drafting is None:
             raise SettingError("--prediction", "on", "off, since this model checks no drafts here")
         predicted = replace(drafting, looks_up=False)
-        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong, expected, count))
+        ours.append(Ours(engine, plan.temperature, predicted, plan.wrong, expected, *counts))
     if plan.looks_up:
         if drafting is None or not drafting.looks_up:
             raise SettingError("--speculate", "auto", "off, since this model looks up no drafts")
-        ours.append(Ours(engine, plan.temperature, drafting, sequences=count))
+        ours.append(Ours(engine, plan.temperature, drafting, None, None, *counts))
     return ours
 
 
@@ -319,6 +326,12 @@ def _check_sequences(plan: Plan) -> None:
     if plan.sequences > most:
         reason = "" if most == MAX_QUERIES else ", as many beginnings as the prompt has"
         raise SettingError("--sequences", plan.sequences, f"at most {most}{reason}")
+    if plan.predicted is not None:
+        if plan.wrong is None:
+            raise SettingError("--predicted", plan.predicted, "only with --prediction")
+        if not 1 <= plan.predicted <= plan.sequences:
+            allowed = f"1 … {plan.sequences}, the requests of --sequences"
+            raise SettingError("--predicted", plan.predicted, allowed)
     for option, given in (
         ("--columns", None if plan.columns == 1 else plan.columns),
         ("--against", plan.against),
@@ -342,6 +355,7 @@ def _row(
         drafting = "lookup" if wrong is None else "prediction"
     per_round = [run.tokens_per_round for run in runs if run.tokens_per_round is not None]
     accepted = [run.accepted for run in runs if run.accepted is not None]
+    beside = [x for run in runs if (x := run.beside_tokens_per_s) is not None]
     columns, sharing = plan.columns * plan.sequences, 1
     if engine.model.shares_steps:
         sharing = plan.sequences
@@ -393,6 +407,8 @@ def _row(
         kv="" if kv.is_plain else kv.name,
         accepted=round(median(accepted), 3) if accepted else None,
         text="" if plan.text is None else plan.text.name,
+        predicted=plan.predicted,
+        beside_tokens_per_s=rows.Spread.of(beside) if beside else None,
         **record.origin(*packages),
     )
 

@@ -136,6 +136,10 @@ class DecodeRow:
         chosen_experts: of a mixture, experts that all columns of a step choose in a layer, mean
             over the layers of the middle step, in a run that is not timed; None where there are
             none, or nobody counted. Older files lack this field.
+        predicted: of several requests side by side, those that have a prediction where the row, or
+            the one that it is compared with, is of predictions; None: all.
+        beside_tokens_per_s: of each of the other requests, mean, while all of them decode; None
+            where there are none.
     """
 
     engine: str
@@ -175,6 +179,8 @@ class DecodeRow:
     accepted: float | None = None
     text: str = ""
     chosen_experts: float | None = None
+    predicted: int | None = None
+    beside_tokens_per_s: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)

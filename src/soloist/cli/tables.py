@@ -97,6 +97,9 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
     drafting: list[tuple[str, Callable[[DecodeRow], str]]] = []
     if any(row.speculation for row in rows):
         drafting = [("drafts", _drafting), ("right", _accepted), ("tokens a step", _per_round)]
+    others: list[tuple[str, Callable[[DecodeRow], str]]] = []
+    if any(row.beside_tokens_per_s is not None for row in rows):
+        others = [("each of the others", lambda row: _median(row.beside_tokens_per_s))]
     show_columns(
         rows,
         ("engine", lambda row: row.engine),
@@ -105,6 +108,7 @@ def show_decode(rows: "Sequence[DecodeRow]") -> None:
         ("decode tokens/s", lambda row: _median(row.decode_tokens_per_s)),
         ("min – max", lambda row: _range(row.decode_tokens_per_s)),
         ("MBU", lambda row: f"{row.mbu:.0%}"),
+        *others,
     )
     for row in rows:
         if row.token_ms is not None:

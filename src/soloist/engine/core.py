@@ -366,7 +366,9 @@ def tokens_of(
 
 
 def _num_columns(outcome: Outcome) -> int:
-    """Positions by which a request's rounds have come further."""
+    """Positions by which a round has brought a request further."""
+    if outcome is None:
+        return 0
     return len(outcome.picks) if isinstance(outcome, Verified) else 1
 
 

@@ -417,7 +417,8 @@ def _kernel(
     *,
     keep_rows: bool,
 ) -> Executor:
-    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, drafting_of, load_kernel
+    from soloist.engine.drafting import drafting_of
+    from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
     from soloist.prefill.widths import MOST_PASS_TOKENS
 
     capacity = Capacity(

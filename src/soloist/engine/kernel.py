@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
+from soloist.engine.drafting import queries_beside
 from soloist.engine.identity import identity_of
-from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.engine.tail_path import (
     MEASURED_ARCH,
-    READ_BANDWIDTH,
-    ROUND_LAYER_S,
     TailCosts,
     TailFacts,
     TailPath,
@@ -48,8 +47,6 @@ from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Costs, Drafting
-from soloist.speculation.drafter import RIGHT_GUESSES
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
 from soloist.weights.unpacking import (
@@ -266,42 +263,6 @@ def _costs_of_tails(plan: Plan, *, attends_pages: bool) -> TailCosts | None:
     return tail_costs(facts)
 
 
-# Weights of a round from which on it takes longer than the host's look for a repetition, which
-# every token of an answer has: some 60 µs of an H200. Models below lose more than lookup brings.
-_LEAST_LOOKUP_BYTES = 256 * 2**20
-# What the host needs on an H200 to end a launch and to begin one that drafts, or the other way.
-_CHANGE_S = 1.4e-3
-
-
-def drafting_of(plan: Plan) -> Drafting:
-    """How requests draft: predictions, and where launches draft what is looked up as well.
-
-    Of a mixture each query more may read experts of its own. They are taken to be chosen at random,
-    which no text does: it shares more.
-    """
-    round_s = plan.image.streamed_bytes / READ_BANDWIDTH + plan.model.num_layers * ROUND_LAYER_S
-    usual = replace(PREDICTIONS, right_guesses=RIGHT_GUESSES + round(_CHANGE_S / round_s))
-    if not plan.has_experts:
-        is_slow = plan.image.streamed_bytes >= _LEAST_LOOKUP_BYTES
-        return replace(usual, looks_up=is_slow)
-    layers = [plan.image.layer(layer).experts for layer in range(plan.shape.num_layers)]
-
-    def read_bytes(queries: int) -> float:
-        more = 0.0
-        for experts in layers:
-            if experts is not None:
-                count, chosen = experts.router.num_experts, experts.router.num_chosen
-                distinct = count * (1 - (1 - chosen / count) ** queries)
-                more += experts.num_bytes * (distinct - chosen)
-        return plan.image.streamed_bytes + more
-
-    costs = [
-        round(cost * read_bytes(1 + drafts) / plan.image.streamed_bytes)
-        for drafts, cost in enumerate(PREDICTIONS.costs.of_drafts, 1)
-    ]
-    return replace(usual, costs=Costs(tuple(costs)))
-
-
 class KernelModel(KernelExecutor):
     """A model on one GPU or several, as `load_kernel` makes it.
 
@@ -342,6 +303,7 @@ class KernelModel(KernelExecutor):
             keeps_prefixes=capacity.keeps_prefixes, host=host,
         )  # fmt: skip
         self.drafts_in_kernel = capacity.context_tokens < MOST_TEXT_TOKENS
+        self.most_beside = queries_beside(plan)
         costs = _costs_of_tails(plan, attends_pages=bool(capacity.page_attention))
         self.tails = TailRule(capacity.tail_path, costs, prefill.widths)
 

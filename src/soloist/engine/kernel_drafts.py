@@ -29,6 +29,8 @@ class Launching(Protocol):
     """Who makes launches of requests, such as an executor."""
 
     allocator: KvAllocator
+    # By their number, queries of a round in which one of the requests has no draft.
+    most_beside: Sequence[int]
 
     def allocation_of(self, request: Request) -> SequenceAllocation:
         """The pages of a request that is open, and not preempted."""
@@ -96,7 +98,7 @@ class KernelDrafts:
                 if not are_told or any(r.is_finished for r in requests):
                     break
                 left = [tokens - len(x.tokens) for tokens, x in zip(left, made, strict=True)]
-                drafts = _drafts(requests, drafting, left)
+                drafts = self._drafts(requests, drafting, left)
                 for drafter in filter(None, drafting):
                     if drafter.is_idle and not drafter.is_resting:
                         drafter.rest()
@@ -126,7 +128,7 @@ class KernelDrafts:
             left: tokens that each may have more.
             most_rounds: of the launch.
         """
-        drafts = _drafts(requests, drafters, left)
+        drafts = self._drafts(requests, drafters, left)
         if not any(drafts):
             return None
         sequences = tuple(
@@ -142,7 +144,33 @@ class KernelDrafts:
                 requests, drafters, drafts, left, strict=True
             )
         )
-        return DraftingLaunch(sequences, most_rounds)
+        return DraftingLaunch(sequences, most_rounds, self._most_beside(requests))
+
+    def can_draft(self, requests: Sequence[Request], num_drafting: int) -> bool:
+        """Whether a round has queries for drafts of so many of the requests."""
+        have_all = num_drafting == len(requests) and 2 * num_drafting <= MAX_QUERIES
+        return num_drafting > 0 and (have_all or self._most_beside(requests) > len(requests))
+
+    def _most_beside(self, requests: Sequence[Request]) -> int:
+        return self._launching.most_beside[len(requests) - 1]
+
+    def _drafts(
+        self,
+        requests: Sequence[Request],
+        drafters: Sequence[Drafter | None],
+        left: Sequence[int],
+    ) -> list[Draft | None]:
+        """What a round checks of each, as the kernel does; arguments as of `launch`."""
+        drafts = [
+            None if drafter is None else request.draft(min(MOST_DRAFTS, tokens - 1), drafter)
+            for request, drafter, tokens in zip(requests, drafters, left, strict=True)
+        ]
+        offered = [0 if draft is None else len(draft.ids) for draft in drafts]
+        dealt = deal(offered, MAX_QUERIES, self._most_beside(requests))
+        return [
+            replace(draft, ids=draft.ids[:count]) if draft is not None and count else None
+            for draft, count in zip(drafts, dealt, strict=True)
+        ]
 
     def _outcomes(
         self,
@@ -200,19 +228,3 @@ def watch(requests: Sequence[Request], drafters: Sequence[Drafter | None]) -> bo
         if drafter is not None
     ]
     return any(ends)
-
-
-def _drafts(
-    requests: Sequence[Request], drafters: Sequence[Drafter | None], left: Sequence[int]
-) -> list[Draft | None]:
-    """What a round checks of each, as the kernel does; arguments as of `KernelDrafts.launch`."""
-    drafts = [
-        None if drafter is None else request.draft(min(MOST_DRAFTS, tokens - 1), drafter)
-        for request, drafter, tokens in zip(requests, drafters, left, strict=True)
-    ]
-    offered = [0 if draft is None else len(draft.ids) for draft in drafts]
-    dealt = deal(offered, MAX_QUERIES - len(requests))
-    return [
-        replace(draft, ids=draft.ids[:count]) if draft is not None and count else None
-        for draft, count in zip(drafts, dealt, strict=True)
-    ]

@@ -46,7 +46,7 @@ from soloist.megakernel.ranks import Launcher
 from soloist.megakernel.sampling_header import bad_score
 from soloist.prefill.runner import Prefill
 from soloist.prefill.widths import MOST_PASS_TOKENS
-from soloist.speculation import Costs, Drafter, Drafting
+from soloist.speculation import Drafter
 
 # Fewer forced tokens are chosen one a round, each the only one allowed. For more of them the launch
 # ends, and the decode path reads them: that costs the round that is running, and two starts of the
@@ -59,11 +59,6 @@ _ASSURED_ROUNDS = 64
 # Known tokens that rounds read at a time, such as of an answer that is read again: eight rounds, as
 # others then have.
 _ROUNDS_TOKENS = 64
-
-# How predictions are drafted; where launches draft, other texts are looked up as well. A round that
-# checks drafts has more queries, and a launch of its own where the host drafts; what both cost is
-# taken to be this, in thousandths of a round.
-PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False, rests_first=True)
 
 
 class KernelExecutor(Executor):
@@ -95,10 +90,12 @@ class KernelExecutor(Executor):
 
     Attributes:
         drafts_in_kernel: requests without a form draft within launches, as `drafting` says.
+        most_beside: by their number, queries of a round in which one of the requests has no draft.
         tails: which way the tokens behind a prompt's last chunk are read: by passes, at first.
     """
 
     drafts_in_kernel = False
+    most_beside: Sequence[int] = (MAX_QUERIES,) * MAX_QUERIES
 
     def __init__(
         self,
@@ -425,6 +422,13 @@ class KernelExecutor(Executor):
             # A launch for each draft costs more than what is looked up brings.
             drafters = [drafter]
         drafting = [d for d in drafters if d is not None and not d.is_resting]
+        if in_kernel and len(requests) > 1:
+            has_room = self._kernel_drafts.can_draft
+            if not has_room(requests, len(drafting)):
+                drafting = []
+            if not has_room(requests, sum(d is not None for d in drafters)):
+                # Not even watched: guesses that are right would end launches in vain.
+                drafters = [None] * len(requests)
         if drafting:
             drafted = (
                 self._kernel_drafts.rounds(requests, drafters, most)

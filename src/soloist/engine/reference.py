@@ -24,6 +24,7 @@ from soloist.engine.executor import (
 )
 from soloist.engine.identity import identity_of
 from soloist.engine.request import Request
+from soloist.engine.turns import Turns
 from soloist.kv.chunks import PrefixChunks
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -41,6 +42,7 @@ from soloist.reference.passes import Pass
 from soloist.reference.reading import Readers, Reading
 from soloist.reference.threads import Threads
 from soloist.speculation import Costs, Draft, Drafting
+from soloist.speculation.depth import PLAIN_COST
 
 # Seconds of a prompt, or of forced tokens, between two rounds of other requests; and without any,
 # between two looks whether the request was cancelled.
@@ -117,6 +119,7 @@ class ReferenceModel(Executor):
         self._num_evicted = 0
         self._is_asked_to_stop = False
         self._round_s = 0.0  # of the latest one
+        self._turns = Turns()
         self._token = torch.empty(1, dtype=torch.int64, device=self.reference.device)
 
     def bind(self) -> None:
@@ -326,20 +329,26 @@ class ReferenceModel(Executor):
     ) -> Generator[list[Outcome], None, None]:
         """See Executor."""
         self._is_asked_to_stop = False
+        self._turns.begin(requests)
         for _ in range(min(most, *(r.num_wanted for r in requests))):
             num_fed = sum(r.num_behind > 0 for r in requests)
             begun, bound_s = time.perf_counter(), self._part_s / max(1, num_fed)
-            outcomes = [self._outcome(r, bound_s) for r in requests]
+            due = self._turns.due()
+            outcomes = [self._outcome(r, bound_s) if r in due else None for r in requests]
             self._round_s = time.perf_counter() - begun
             yield outcomes
             if self._is_asked_to_stop or any(r.has_all_tokens for r in requests):
                 return
 
     def _outcome(self, request: Request, bound_s: float) -> Outcome:
+        outcome: Outcome
         try:
-            return self._step(request, time.perf_counter() + bound_s)
+            outcome = self._step(request, time.perf_counter() + bound_s)
         except Exception as error:  # noqa: BLE001 - every sequence has a pass of its own
-            return own_failure("decoding", error)
+            outcome = own_failure("decoding", error)
+        drafted = len(outcome.draft.ids) if isinstance(outcome, Verified) else 0
+        self._turns.spend(request, COLUMN_COSTS.of_drafts[drafted - 1] if drafted else PLAIN_COST)
+        return outcome
 
     def _step(self, request: Request, until: float) -> Picked | Verified | None:
         sequence = self._open[request]

@@ -28,24 +28,25 @@ class Traffic:
 class Burst:
     """Rounds in which the same sequences decode.
 
-    Attributes:
-        num_rounds: so far.
-        num_further: positions by which each sequence came further than one a round.
-
     Args:
         traffic: of the model; None where it is not known, and nothing is counted.
         positions: that the first round sees, of each sequence.
     """
 
     def __init__(self, traffic: Traffic | None, positions: Sequence[int]) -> None:
-        self.num_rounds, self.num_further = 0, [0] * len(positions)
         self._traffic, self._positions = traffic, positions
+        self._num_rounds = 0
+        self._steps, self._columns = [0] * len(positions), [0] * len(positions)
 
     def add_round(self, num_columns: Sequence[int]) -> None:
-        """Another round, in which each sequence came to so many positions more."""
-        self.num_rounds += 1
+        """Another round, in which each sequence came further by so many positions.
+
+        By none where it had no step.
+        """
+        self._num_rounds += 1
         for i, count in enumerate(num_columns):
-            self.num_further[i] += count - 1
+            self._steps[i] += count > 0
+            self._columns[i] += count
 
     @property
     def num_bytes(self) -> int:
@@ -54,14 +55,17 @@ class Burst:
         Of the cache the mean of the first and the last round is taken: exact but where a window
         fills up in between.
         """
-        traffic, rounds = self._traffic, self.num_rounds
-        if traffic is None or rounds == 0:
+        if (traffic := self._traffic) is None:
             return 0
-        steps = 1 if traffic.shares_steps else len(self._positions)
-        ends = [
-            at
-            for first, further in zip(self._positions, self.num_further, strict=True)
-            for at in (first, first + rounds - 1 + further)
-        ]
-        twice = sum(kv_bytes_seen(traffic.config, traffic.kv, at) for at in ends)
-        return rounds * steps * traffic.weights_bytes + rounds * twice // 2
+        cache = sum(
+            steps * sum(kv_bytes_seen(traffic.config, traffic.kv, at) for at in ends) // 2
+            for steps, ends in zip(self._steps, self._ends, strict=True)
+        )
+        steps = self._num_rounds if traffic.shares_steps else sum(self._steps)
+        return steps * traffic.weights_bytes + cache
+
+    @property
+    def _ends(self) -> list[tuple[int, int]]:
+        """Positions that the first and the last round of each sequence see."""
+        pairs = zip(self._positions, self._columns, strict=True)
+        return [(first, first + max(1, count) - 1) for first, count in pairs]

@@ -304,6 +304,7 @@ DRAFT_BUFFERS = Struct(
         Field("records", "uint4*", "[sequence][block], zeroed for each launch"),
         Field("drafters", "Drafter*", "[block][sequence], but for the first sequence"),
         Field("num_sequences", "u32"),
+        Field("most_beside", "u32", "queries of a round in which a sequence has no draft"),
     ),
 )
 

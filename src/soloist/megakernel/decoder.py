@@ -417,6 +417,7 @@ class Decoder:
             records=at + 4 * records_at,
             drafters=at + 4 * drafters_at,
             num_sequences=len(sequences),
+            most_beside=launch.most_beside,
         )
 
     def await_copies(self) -> None:

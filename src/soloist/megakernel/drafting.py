@@ -177,16 +177,20 @@ class DraftingLaunch:
         sequences: one at least, in the order of their queries; with all of their drafts as many
             tokens as there may be queries.
         most_rounds: of the launch.
+        most_beside: queries of a round in which a sequence has no draft; its number of sequences at
+            least.
     """
 
     sequences: tuple[DraftingSequence, ...]
     most_rounds: int
+    most_beside: int = MAX_QUERIES
 
     def is_like(self, other: "DraftingLaunch") -> bool:
         """Whether both are given the same."""
         pairs = zip(self.sequences, other.sequences, strict=False)
         return (
             self.most_rounds == other.most_rounds
+            and self.most_beside == other.most_beside
             and len(self.sequences) == len(other.sequences)
             and all(ours.is_like(theirs) for ours, theirs in pairs)
         )

@@ -10,11 +10,12 @@ arithmetic with bounded work for each token, so that a thread block of a GPU can
 definition.
 """
 
-from soloist.speculation.dealing import deal
+from soloist.speculation.dealing import deal, most_beside
 from soloist.speculation.depth import Costs
 from soloist.speculation.drafter import NO_DRAFTS, Draft, Drafter, Drafting, DraftState, Tally
 from soloist.speculation.lookup import Archive
 
 __all__ = [
     "NO_DRAFTS", "Archive", "Costs", "Draft", "DraftState", "Drafter", "Drafting", "Tally", "deal",
+    "most_beside",
 ]  # fmt: skip

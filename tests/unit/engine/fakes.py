@@ -171,10 +171,10 @@ class FakeSequence:
         return draft if draft.ids else None
 
 
-def dealt(sequences: Sequence[FakeSequence]) -> None:
+def dealt(sequences: Sequence[FakeSequence], most_beside: int) -> None:
     """What each offers, as far as there are queries for it."""
     drafts = [one.offer() for one in sequences]
-    counts = deal([len(x.ids) if x else 0 for x in drafts], MAX_QUERIES - len(sequences))
+    counts = deal([len(x.ids) if x else 0 for x in drafts], MAX_QUERIES, most_beside)
     for one, draft, count in zip(sequences, drafts, counts, strict=True):
         one.draft = replace(draft, ids=draft.ids[:count]) if draft and count else None
 
@@ -316,7 +316,7 @@ class FakeDecoder:
             yield made
             if is_last:
                 return
-            dealt(sequences)
+            dealt(sequences, launch.most_beside)
 
     def _keep(self, number: int) -> None:
         """Logits of a round, if they are kept: they are there once the next one was told."""

@@ -8,7 +8,8 @@ import pytest
 
 from soloist.engine import kernel_executor
 from soloist.engine.core import EngineCore
-from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
+from soloist.engine.drafting import PREDICTIONS
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.engine.launch_ahead import LaunchAhead
 from soloist.engine.request import Request
 from soloist.errors import KernelStuck

@@ -17,6 +17,7 @@ from live_bytes import LiveBytes
 from plan.shapes import MIXTURE
 from soloist.engine import Engine, EngineConfig, engine, kernel
 from soloist.engine.config import Resolved
+from soloist.engine.drafting import PREDICTIONS, drafting_of, queries_beside
 from soloist.engine.gpus import Placement
 from soloist.engine.kernel import Capacity, _load_rank, _Reads
 from soloist.engine.support import Support, support_of
@@ -137,14 +138,22 @@ def test_an_engine_has_experts_packed_while_it_reads_them(
 def test_a_round_that_checks_predictions_costs_what_its_queries_read() -> None:
     """Eight queries of qwen3-30b-a3b that choose at random read 4.2 times the bytes of one."""
     plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
-    costs = kernel.drafting_of(plan).costs.of_drafts
+    costs = drafting_of(plan).costs.of_drafts
     assert list(costs) == sorted(set(costs))
-    plain = kernel.PREDICTIONS.costs.of_drafts
+    plain = PREDICTIONS.costs.of_drafts
     chosen = 48 * 8 * 3 * 768 * 2048 * 2 / plan.image.streamed_bytes  # share of the bytes
     assert costs[0] / plain[0] == pytest.approx(1 + chosen * (15.5 / 8 - 1), rel=0.005)
     assert costs[-1] / plain[-1] == pytest.approx(1 + chosen * (51.6 / 8 - 1), rel=0.005)
-    assert not kernel.drafting_of(plan).looks_up
+    assert not drafting_of(plan).looks_up
     dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
-    costs = kernel.drafting_of(make_plan(dense, Dtype.BF16, gpu(SMS))).costs
-    assert costs == kernel.PREDICTIONS.costs
+    costs = drafting_of(make_plan(dense, Dtype.BF16, gpu(SMS))).costs
+    assert costs == PREDICTIONS.costs
     assert kernel._costs_of_tails(plan, attends_pages=True) is None
+
+
+def test_beside_others_a_query_more_may_read_experts_of_its_own() -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
+    assert queries_beside(plan) == tuple(range(1, 9)), "each reads a seventh more, or a fifth"
+    dense = replace(MIXTURES["softmax"], layers=MIXTURES["some layers dense"].layers[:1])
+    most = queries_beside(make_plan(dense, Dtype.BF16, gpu(SMS)))
+    assert all(count < found <= 8 for count, found in enumerate(most[:-1], 1))

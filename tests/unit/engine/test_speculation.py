@@ -12,13 +12,14 @@ from plan.shapes import PUBLIC
 from soloist.bench.decode import with_wrong
 from soloist.engine import Completion, Failure
 from soloist.engine.core import EngineCore
+from soloist.engine.drafting import PREDICTIONS, drafting_of
 from soloist.engine.events import Chunk
 from soloist.engine.executor import Executor, Verified
-from soloist.engine.kernel import drafting_of
-from soloist.engine.kernel_executor import PREDICTIONS, KernelExecutor
+from soloist.engine.kernel_executor import KernelExecutor
 from soloist.engine.reference import COLUMN_COSTS, ReferenceModel
 from soloist.engine.request import Request
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
@@ -54,9 +55,11 @@ def kernel(sequences: int = 3) -> KernelExecutor:
     return KernelExecutor(decoder, FakePrefill(cache), 14, VOCAB, keeps_prefixes=True)
 
 
-def drafting_kernel(sequences: int = 3) -> KernelExecutor:
+def drafting_kernel(
+    sequences: int = 3, most_beside: Sequence[int] = (MAX_QUERIES,) * MAX_QUERIES
+) -> KernelExecutor:
     executor = kernel(sequences)
-    executor.drafts_in_kernel = True
+    executor.drafts_in_kernel, executor.most_beside = True, most_beside
     return executor
 
 
@@ -216,10 +219,14 @@ def test_drafts_before_a_dead_end_of_a_form_fail_nobody_too_early() -> None:
     compare(kernel, [4071], 150, 1)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 6])
-def test_launches_that_draft_give_the_same_answers(at_once: int) -> None:
+@pytest.mark.parametrize(
+    ("at_once", "more_beside"), [(1, 7), (3, 7), (3, 2), (3, 0), (6, 7), (6, 1)]
+)
+def test_launches_that_draft_give_the_same_answers(at_once: int, more_beside: int) -> None:
+    most_beside = [min(MAX_QUERIES, count + more_beside) for count in range(1, MAX_QUERIES + 1)]
+
     def make() -> KernelExecutor:
-        return drafting_kernel(max(3, at_once))
+        return drafting_kernel(max(3, at_once), most_beside)
 
     accepted, drafted = compare(make, range(4000, 4060), 150, at_once)
     assert accepted > 100
@@ -459,6 +466,71 @@ def test_a_request_that_drafts_nothing_goes_on_beside_one_that_does() -> None:
     (first, second) = (end.timings for end in ends if end is not None)
     assert first.tokens_per_round > 5
     assert second.tokens_per_round == 1
+
+
+@pytest.mark.parametrize(("most_beside", "tokens"), [(8, 5.5), (7, 5), (5, 3), (4, 2), (3, 1)])
+def test_a_round_has_fewer_queries_beside_a_request_without_drafts(
+    most_beside: int, tokens: float
+) -> None:
+    executor = drafting_kernel(3, (8, 8, most_beside, 8, 8, 8, 8, 8))
+    asked = [greedy(100) for _ in range(3)]
+    for number, one in enumerate(asked):
+        one.prompt = [3, *range(4 + number, 30 + number)]
+    _, plain = answers(executor, asked, [None] * 3)
+    text = next(end.token_ids for end in plain if end is not None)
+    decoder_of(executor).launches.clear()
+    executor.drafting = PREDICTIONS
+    drafter = Drafter(PREDICTIONS, asked[0].prompt, text)
+    _, ends = answers(executor, asked, [drafter, None, None])
+    assert [end.token_ids for end in ends if end is not None] == [
+        end.token_ids for end in plain if end is not None
+    ]
+    first = next(end.timings for end in ends if end is not None)
+    assert first.tokens_per_round == pytest.approx(tokens, rel=0.2)
+    together = [x for x in decoder_of(executor).launches if len(x.queries) == 3]
+    assert len(together) <= 2, "no launch ends in vain"
+
+
+def test_all_may_draft_where_beside_others_nobody_may() -> None:
+    executor = drafting_kernel(2, range(1, 9))
+    asked = [greedy(100), greedy(100)]
+    asked[1].prompt = [3, *range(20, 50)]
+    _, plain = answers(executor, asked, [None, None])
+    texts = [end.token_ids for end in plain if end is not None]
+    executor.drafting = PREDICTIONS
+    guesses = [
+        Drafter(PREDICTIONS, one.prompt, text) for one, text in zip(asked, texts, strict=True)
+    ]
+    _, ends = answers(executor, asked, guesses)
+    assert [end.token_ids for end in ends if end is not None] == texts
+    assert all(end.timings.tokens_per_round > 3 for end in ends if end is not None)
+
+
+def test_on_a_cpu_who_drafts_nothing_has_as_much_time_as_before() -> None:
+    """By costs of steps: a step with seven drafts takes 3.5 times as long as one with none."""
+    executor, asked = reference(), [greedy(400) for _ in range(3)]
+    for number, one in enumerate(asked):
+        one.prompt = [3, *range(4 + number, 30 + number)]
+    _, plain = answers(executor, asked, [None] * 3)
+    texts = [end.token_ids for end in plain if end is not None]
+    executor.drafting = replace(USUAL, looks_up=False)
+    core = EngineCore(executor)
+    requests = []
+    for one, text in zip(asked, (texts[0], None, None), strict=True):
+        drafter = None if text is None else Drafter(executor.drafting, one.prompt, text)
+        request = Request(one.prompt, one.sampler(), drafter=drafter)
+        requests.append(request)
+        core.submit(request)
+    steps: list[list[int]] = [[], [], []]
+    while (step := core.next()) is not None:
+        for _ in core.do(step):
+            for request, made in zip(requests, steps, strict=True):
+                made.append(len(request.sampler.output_ids))
+    ended = steps[0].index(400)
+    begun = max(next(n for n, count in enumerate(made) if count) for made in steps)
+    first, second, third = (made[ended] - made[begun] for made in steps)
+    assert second == third == ended - begun > 50, "a token in each round"
+    assert first / second == pytest.approx(8 / 3.5, rel=0.2), "as much quicker as alone"
 
 
 def test_the_next_round_runs_while_tokens_are_told() -> None:

@@ -21,7 +21,8 @@ TRAFFIC = Traffic(1000, CONFIG, plain(Dtype.BF16), shares_steps=True)
 
 def num_bytes(traffic: Traffic, positions: list[int], rounds: int) -> int:
     burst = Burst(traffic, positions)
-    burst.num_rounds = rounds
+    for _ in range(rounds):
+        burst.add_round([1] * len(positions))
     return burst.num_bytes
 
 
@@ -37,6 +38,15 @@ def test_weights_count_once_a_step_if_sequences_share_it() -> None:
     kv = 2 * (32 + 16) * (5 + 7)
     assert num_bytes(TRAFFIC, [5, 7], 1) == 1000 + kv
     assert num_bytes(replace(TRAFFIC, shares_steps=False), [5, 7], 1) == 2 * 1000 + kv
+
+
+def test_who_has_no_step_in_a_round_reads_nothing_there() -> None:
+    burst = Burst(replace(TRAFFIC, shares_steps=False), [5, 7])
+    for columns in ([1, 3], [1, 0], [1, 0]):
+        burst.add_round(columns)
+    # The other one's only step saw the positions of its first column and of its last.
+    narrow = 7 + 9
+    assert burst.num_bytes == 4 * 1000 + 2 * 48 * (5 + 6 + 7) + 48 * narrow
 
 
 def test_nothing_is_counted_where_the_model_is_not_known() -> None:

@@ -96,12 +96,12 @@ static void end_thread(unsigned id) {
   if (grid.thread() == 0) b.goes_on = goes_on;
 }
 
-extern "C" int begin(const DraftStart* starts, uint4* records, u32 num_sequences,
+extern "C" int begin(const DraftStart* starts, uint4* records, u32 num_sequences, u32 most_beside,
                      const QueryStart* given, const u32* tokens) {
   before_load = pause_now_and_then;
   std::memset(blocks, 0xA5, sizeof blocks);
   std::memset(static_cast<void*>(drafters), 0xA5, sizeof drafters);
-  buffers = {starts, records, drafters, num_sequences};
+  buffers = {starts, records, drafters, num_sequences, most_beside};
   queries = given;
   for (Block& b : blocks)
     for (u32 c = 0; c < kMaxQueries; ++c) {
@@ -258,13 +258,15 @@ class Run:
             if case.answer[0] not in (ENDS, BAD):
                 one = Sequence(len(self.sequences), case, rng.random() < 0.85, rng.randrange(500))
                 self.sequences.append(one)
-        self.rounds = self.most_drafts = 0
+        self.rounds = self.most_drafts = self.num_limited = 0
+        self.most_beside = rng.choice((MAX_QUERIES, rng.randint(count, MAX_QUERIES)))
 
     def offer(self) -> None:
         for one in self.sequences:
             one.offer()
         offered = [len(one.fed) - 1 for one in self.sequences]
-        dealt = deal(offered, MAX_QUERIES - len(self.sequences))
+        dealt = deal(offered, MAX_QUERIES, self.most_beside)
+        self.num_limited += dealt != deal(offered, MAX_QUERIES, MAX_QUERIES)
         for one, number in zip(self.sequences, dealt, strict=True):
             one.take(number)
         self.most_drafts = max(self.most_drafts, sum(number > 0 for number in dealt))
@@ -299,8 +301,8 @@ class Run:
         self.queries, self.tokens = queries, tokens
         self.records = np.zeros((len(starts), BLOCKS, 4), np.uint32)
         syncs = self.kernel.begin(
-            address(self.starts), address(self.records), len(starts), address(queries),
-            address(tokens),
+            address(self.starts), address(self.records), len(starts), self.most_beside,
+            address(queries), address(tokens),
         )  # fmt: skip
         assert syncs == 0
 
@@ -352,7 +354,7 @@ class Run:
 
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_rounds_of_several_sequences_are_the_definitions(kernel: ctypes.CDLL, first: int) -> None:
-    rounds = together = 0
+    rounds = together = limited = 0
     for seed in range(first, first + 100):
         run = Run(kernel, seed)
         run.begin()
@@ -361,5 +363,7 @@ def test_rounds_of_several_sequences_are_the_definitions(kernel: ctypes.CDLL, fi
             pass
         rounds += run.rounds
         together += run.most_drafts > 1
+        limited += run.num_limited > 0
     assert rounds > 500
     assert together > 20, "several sequences had drafts in one round"
+    assert limited > 5, "drafts were left out beside a sequence without any"

@@ -55,6 +55,7 @@ def test_columns_of_sequences_follow_each_other() -> None:
     ]
     assert not launch.is_like(DraftingLaunch((one, silent), 20))
     assert not launch.is_like(DraftingLaunch((one, silent, other), 21))
+    assert not launch.is_like(DraftingLaunch((one, silent, other), 20, 5))
     assert launch.is_like(DraftingLaunch((one, silent, other), 20))
     given = start(silent)
     assert (given["num_costs"], given["looks_up"], given["num_stops"]) == (0, 0, 2)

@@ -72,6 +72,14 @@ def decode(
         int,
         typer.Option(help="Requests, or with --shape sequences, that are decoded together."),
     ] = 1,
+    predicted: Annotated[
+        int | None,
+        typer.Option(
+            help="With --prediction: of --sequences, requests that have one; what the others lose "
+            "is told.",
+            show_default="all",
+        ),
+    ] = None,
     context: o.DecodeFrom = None,
     busy: o.Busy = 0,
     device: o.Device = "auto",
@@ -108,6 +116,8 @@ def decode(
         raise SettingError("--beside", beside[0], "only without --shape")
     if shape is not None and text is not None:
         raise SettingError("--text", text, "only without --shape, whose prompts are random")
+    if predicted is not None and shape is not None:
+        raise SettingError("--predicted", predicted, "only without --shape")
     if wrong and not prediction:
         raise SettingError("--wrong", wrong, "only with --prediction")
     if temperature is None:
@@ -142,7 +152,7 @@ def decode(
         plan = bench_decode.Plan(
             asked, prompt_tokens, new_tokens, runs, against, busy, columns,
             looks_up=looks_up, wrong=wrong if prediction else None, temperature=temperature,
-            beside=tuple(beside or ()), text=text, sequences=sequences,
+            beside=tuple(beside or ()), text=text, sequences=sequences, predicted=predicted,
         )  # fmt: skip
         rows = bench_decode.measure(plan)
     results.show(rows, tables.show_decode, output, as_json=json)

@@ -129,13 +129,16 @@ __device__ __forceinline__ void search(Grid& grid, DraftControl& own, Found& fou
 }
 
 // How many of its drafts sequence s gets checked, and its first query: queries that no sequence needs for its latest token are
-// dealt one each in turn, the first sequences first. `deal` of soloist/speculation/dealing.py.
+// dealt one each in turn, the first sequences first; fewer where a sequence gets none. `deal` of soloist/speculation/dealing.py.
 struct Dealt {
   u32 first, count;
 };
-__device__ __forceinline__ Dealt deal(const u32* offered, u32 num_sequences, u32 s) {
+__device__ __forceinline__ Dealt deal(const u32* offered, u32 num_sequences, u32 most_beside, u32 s) {
   Dealt dealt{s, 0};
-  u32 left = kMaxQueries - num_sequences;
+  bool have_all = 2 * num_sequences <= kMaxQueries;
+#pragma unroll 1
+  for (u32 other = 0; other < num_sequences; ++other) have_all &= offered[other] != 0;
+  u32 left = (have_all ? kMaxQueries : most_beside) - num_sequences;
 #pragma unroll 1
   for (u32 turn = 1; turn <= kMostDrafts; ++turn)
 #pragma unroll 1
@@ -164,7 +167,7 @@ __device__ __forceinline__ void feed(Grid& grid, DraftControl& own, Found& found
     Drafter& drafter = drafter_of(own, found, s);
     const DraftStart& start = buffers.starts[s];
     const QueryStart& began = first_queries[start.column];
-    const Dealt dealt = deal(found.offered, num_sequences, s);
+    const Dealt dealt = deal(found.offered, num_sequences, buffers.most_beside, s);
     drafter.count = dealt.count;
     own.column[s] = dealt.first;
     columns.token[dealt.first] = columns.chosen[found.first[s] + found.count[s] - 1];

@@ -95,16 +95,22 @@ class DraftingLaunch:
     Args:
         ranks: of one launch.
         sequences: in the order of their queries.
+        most_beside: queries of a round in which a sequence has no draft.
     """
 
-    def __init__(self, ranks: Sequence[Interpreter], sequences: Sequence[DraftingSequence]) -> None:
-        self._ranks, self._sequences = ranks, sequences
+    def __init__(
+        self,
+        ranks: Sequence[Interpreter],
+        sequences: Sequence[DraftingSequence],
+        most_beside: int = MAX_QUERIES,
+    ) -> None:
+        self._ranks, self._sequences, self._most_beside = ranks, sequences, most_beside
 
     def rounds(self) -> Iterator[list[DraftedTokens]]:
         """Until a token ends the launch, or a sequence made as many as it may."""
         while all(one.left for one in self._sequences):
             offered = [one.offer() for one in self._sequences]
-            dealt = deal(offered, MAX_QUERIES - len(self._sequences))
+            dealt = deal(offered, MAX_QUERIES, self._most_beside)
             for one, count in zip(self._sequences, dealt, strict=True):
                 one.cut(count)
             made = self._round()
