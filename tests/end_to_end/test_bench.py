@@ -186,7 +186,7 @@ def test_requests_side_by_side_have_a_row_together(soloist):
 
 
 def test_of_requests_side_by_side_one_has_a_prediction(soloist):
-    options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 120, "--runs", 2)
+    options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 400, "--runs", 1)
     options += ("--sequences", 3, "--prediction", "--predicted")
     done = soloist("bench", "decode", "etude-draft", *options, 1, "--json")
     assert done.status == 0, done.err

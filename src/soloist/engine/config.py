@@ -226,7 +226,8 @@ def resolve(
     # serves what may, but need not, be in memory: on a GPU, rows for prefill.
     kv = kv_format(asked.kv, model, dtype)
     left, token_bytes = available_bytes - memory.needed_bytes, kv_bytes_per_token(model, kv)
-    further = min(left // 2 // token_bytes, (asked.sequences - 1) * context)
+    whole_pages = -(-context // PAGE_POSITIONS) * PAGE_POSITIONS
+    further = min(left // 2 // token_bytes, (asked.sequences - 1) * whole_pages)
     further -= further % PAGE_POSITIONS
     memory = replace(memory, kv_bytes=memory.kv_bytes + further * token_bytes)
     pages = attends_pages(plan_in(dtype))

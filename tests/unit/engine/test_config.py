@@ -32,8 +32,7 @@ def test_every_sequence_gets_a_context_where_there_is_memory() -> None:
     one, eight = resolved(10**11, 1), resolved(10**11, 8)
     assert one.kv_tokens == 500
     assert one.memory.kv_bytes == 500 * TOKEN_BYTES
-    assert 4000 - PAGE_POSITIONS < eight.kv_tokens <= 4000
-    assert (eight.kv_tokens - 500) % PAGE_POSITIONS == 0
+    assert eight.kv_tokens == 500 + 7 * 512, "whole pages: each may have any"
     assert eight.memory.kv_bytes == eight.kv_tokens * TOKEN_BYTES
 
 
