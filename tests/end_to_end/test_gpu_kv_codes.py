@@ -61,12 +61,13 @@ def loaded(
     *,
     page_attention: bool | None = None,
     weights: Weights | None = None,
+    context: int = CONTEXT,
 ) -> KernelModel:
     devices = [torch.device("cuda", torch.cuda.current_device())] * plan.ranks
     weights = weights or random_weights(config)
     whole = {k: v.to("cuda", torch.bfloat16) for k, v in weights.items()}
     parts = [shard_all(plan.part_of(rank), whole) for rank in range(plan.ranks)]
-    capacity = Capacity(CONTEXT, page_attention=page_attention)
+    capacity = Capacity(context, page_attention=page_attention)
     return load_kernel(plan, parts, devices, capacity, None, keep_rows=True)
 
 

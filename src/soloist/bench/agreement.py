@@ -66,7 +66,12 @@ def agreement(right: Tensor, logits: Tensor, targets: Tensor) -> Agreement:
 
 
 def forced_logits(
-    decoder: Launcher, vocab_size: int, token_ids: Sequence[int], columns: int, rounds: int
+    decoder: Launcher,
+    vocab_size: int,
+    token_ids: Sequence[int],
+    columns: int,
+    rounds: int,
+    position: int = 0,
 ) -> Tensor:
     """fp32 logits [T, V] after each token of a given text, from the decode kernel.
 
@@ -76,26 +81,32 @@ def forced_logits(
         token_ids: [T].
         columns: positions side by side in a round.
         rounds: most of them in a launch.
+        position: of the first token; keys and values of earlier ones are there.
     """
-    ids, parts, position = list(token_ids), [], 0
+    ids, parts, begin = list(token_ids), [], 0
     rounds = min(rounds, decoder.max_rounds)
-    while position < len(ids):
-        side_by_side = min(columns, len(ids) - position)
-        here = min(rounds, (len(ids) - position) // side_by_side)
-        end = position + here * side_by_side
+    while begin < len(ids):
+        side_by_side = min(columns, len(ids) - begin)
+        here = min(rounds, (len(ids) - begin) // side_by_side)
+        end = begin + here * side_by_side
         kept = torch.zeros(
             here, side_by_side, decoder.logits.shape[1], device=decoder.logits.device
         )
         decoder.run(
             [
-                Query(0, position + c, ids[position + c : end : side_by_side], stride=side_by_side)
+                Query(
+                    0,
+                    position + begin + c,
+                    ids[begin + c : end : side_by_side],
+                    stride=side_by_side,
+                )
                 for c in range(side_by_side)
             ],
             here,
             logits=kept,
         )
         parts.append(kept.flatten(0, 1)[:, :vocab_size])
-        position = end
+        begin = end
     return torch.cat(parts)
 
 
