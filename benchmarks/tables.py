@@ -340,6 +340,8 @@ def h200_predictions() -> str:
     """Predicted answers, each in turn with the same texts without drafts."""
     cells, plain = list[tuple[str, ...]](), dict[str, Any]()
     for r in rows_of("h200-predictions.json"):
+        if r.get("predicted") is not None:
+            continue
         if not r["speculation"]:
             plain = r
             continue
@@ -350,6 +352,24 @@ def h200_predictions() -> str:
         ))  # fmt: skip
     headings = ("shape", "weights", "temperature", "drafts", "requests", "tokens a step of each")
     return table((*headings, "tokens/s", "min – max", "without"), cells, 4)
+
+
+def h200_beside_predictions() -> str:
+    """Requests without predictions, beside one whose prediction is right."""
+    cells, plain = list[tuple[str, ...]](), dict[str, Any]()
+    for r in rows_of("h200-predictions.json"):
+        if r.get("predicted") is None:
+            continue
+        if not r["speculation"]:
+            plain = r
+            continue
+        before, now = (x["beside_tokens_per_s"]["median"] for x in (plain, r))
+        cells.append((
+            r["shape"], str(r["sequences"]), f"{before:,.0f}", f"{now:,.0f}", f"{now / before:.2f}",
+            _speed(plain, 0)[0], _speed(r, 0)[0],
+        ))  # fmt: skip
+    headings = ("shape", "requests", "each of the others without drafts", "beside drafts", "share")
+    return table((*headings, "all together without drafts", "with"), cells, 1)
 
 
 def h200_tails() -> str:
@@ -670,6 +690,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
+    "h200-beside-predictions": h200_beside_predictions,
     "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
