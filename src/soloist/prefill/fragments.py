@@ -171,19 +171,13 @@ class Tiling:
     results: int
 
 
-def tiled(
-    found: Sequence[Fragment], each: int, results: int, cluster: int = 1
-) -> tuple[Tiling, bytes]:
-    """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each.
-
-    The table has tiles for whole clusters, of which the last ones may be empty.
-    """
+def tiled(found: Sequence[Fragment], each: int, results: int) -> tuple[Tiling, bytes]:
+    """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each."""
     nothing = (_NOTHING, _NOTHING)
     tiles = [found[start : start + each] for start in range(0, len(found), each)]
-    empty = -len(tiles) % cluster
     filled = (
         half
-        for tile in (*tiles, *[()] * empty)
+        for tile in tiles
         for fragment in (*tile, *[nothing] * (BLOCK_FRAGMENTS - len(tile)))
         for half in fragment
     )

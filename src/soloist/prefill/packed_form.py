@@ -26,13 +26,15 @@ ARCH = "sm_90a"
 WIDTHS = (8, 64, 128, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
-# Blocks of a cluster.
-CLUSTERS = (1, 2, 4)
+# Slots of tokens that a block may have, where it has as many as that.
+TOKEN_SLOTS = (3, 4, 5)
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
-_MOST_SLOTS = 16
-_BARRIER_BYTES = 16  # of a slot
+_MOST_WEIGHT_SLOTS = 32
+_BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
+# Products of a group of warps with a chunk, of 16 columns each.
+CHUNK_PRODUCTS = CHUNK_COLUMNS // 16
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -74,13 +76,14 @@ class Form:
         tokens: of a tile, one of `WIDTHS`.
         out: what becomes of sums.
         groups: of four warps that multiply 64 rows each.
-        direct: weights come straight to registers, and not through shared memory.
-        most_slots: that lie in shared memory, where there is room for them.
+        token_slots: of chunks of tokens that lie in shared memory.
+        most_weight_slots: of chunks of weights, where the rest of shared memory has room for them.
+        turns: after how many of a chunk's `CHUNK_PRODUCTS` products of one group those of the other
+            may begin; 0: both multiply as they come.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
         grouped: rows are those of several experts, each with a matrix of its own.
-        cluster: blocks that have the same tokens and share the copying of these, one of `CLUSTERS`.
     """
 
     stored: WeightFormat
@@ -91,12 +94,12 @@ class Form:
     tokens: int
     out: Out
     groups: int = 2
-    direct: bool = False
-    most_slots: int = _MOST_SLOTS
+    token_slots: int = 4
+    most_weight_slots: int = _MOST_WEIGHT_SLOTS
+    turns: int = CHUNK_PRODUCTS
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
-    cluster: int = 1
 
     @property
     def fragments(self) -> int:
@@ -109,10 +112,14 @@ class Form:
         return (self.groups + 1) * _GROUP_WARPS * _LANES
 
     @property
-    def slot_bytes(self) -> int:
-        """A chunk of tokens and of weights."""
-        weights = 0 if self.direct else self.fragments * 2 * chunk_bytes(self.stored.value_bits)
-        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes + weights
+    def token_slot_bytes(self) -> int:
+        """A chunk of tokens."""
+        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes
+
+    @property
+    def weight_slot_bytes(self) -> int:
+        """A chunk of weights, of all fragments."""
+        return self.fragments * 2 * chunk_bytes(self.stored.value_bits)
 
     @property
     def results_bytes(self) -> int:
@@ -121,15 +128,17 @@ class Form:
         return self.groups * _GROUP_WARPS * _BATCH * row
 
     @property
-    def slots(self) -> int:
-        """As many as shared memory has room for."""
-        room = TYPICAL[ARCH].shared_bytes - self.results_bytes
-        return min(self.most_slots, room // (self.slot_bytes + _BARRIER_BYTES))
+    def weight_slots(self) -> int:
+        """As many as tokens and results leave room for."""
+        tokens = self.token_slots * self.token_slot_bytes
+        room = TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
+        return min(self.most_weight_slots, room // self.weight_slot_bytes)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.slots * self.slot_bytes + self.results_bytes
+        tokens = self.token_slots * self.token_slot_bytes
+        return tokens + self.weight_slots * self.weight_slot_bytes + self.results_bytes
 
     @property
     def source(self) -> Source:
@@ -143,9 +152,10 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
-            "kCluster": self.cluster,
+            "kTurns": self.turns if self.groups > 1 else 0,
             "kPackedThreads": self.threads,
-            "kPackedSlots": self.slots,
+            "kTokenSlots": self.token_slots,
+            "kWeightSlots": self.weight_slots,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,
@@ -160,7 +170,6 @@ class Form:
             ),
             f"enum class Out : u32 {{ {', '.join(Out)} }};",
             f"constexpr Out kOut = Out::{self.out};",
-            f"constexpr bool kDirect = {str(self.direct).lower()};",
             f"constexpr bool kGrouped = {str(self.grouped).lower()};",
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),

@@ -1,6 +1,7 @@
 """The kernel of products with packed matrices, compiled by g++, against torch."""
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,18 @@ from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
 from unit.prefill.packed_on_host import built
 
 UNTOUCHED = -7.0
-BLOCKS = 4
+BLOCKS = 2
 
 
 def form(case: Packed, tokens: int, out: Out, **changes: object) -> Form:
     own = form_of(case.operation.matrix, case.plan.dtype, tokens, out)
-    return replace(own, most_slots=3, **changes)
+    return replace(own, **{"token_slots": 3, "most_weight_slots": 3, **changes})
 
 
-def product(case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: int = 1) -> Tensor:
+def product(
+    case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: int = 1,
+    changes: Mapping[str, str] | None = None,
+) -> Tensor:  # fmt: skip
     """The kernel's result, with a row and a column behind it that it must not touch."""
     matrix = case.operation.matrix
     gated = own.out in (Out.GATED, Out.ARRANGED)
@@ -32,12 +36,12 @@ def product(case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: i
     dtype = torch.float32 if own.out is Out.WIDE else x.dtype
     out = torch.full((own.parts * len(x) + 1, pitch), UNTOUCHED, dtype=dtype)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, words = tiled(found, each, results, own.cluster)
+    tiling, words = tiled(found, each, results)
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     arranged = x[:, arranged_columns(matrix.columns)].contiguous()
     image = case.image.contiguous()
     places = [ctypes.c_void_p(t.data_ptr()) for t in (arranged, image, table, out)]
-    library = built(own, folder)
+    library = built(own, folder, changes)
     numbers = (len(x), matrix.columns, tiling.count, pitch, results, BLOCKS, seed)
     assert library.run(*places, *map(ctypes.c_uint32, numbers)), "somebody waits forever"
     assert (out[own.parts * len(x) :] == UNTOUCHED).all()
@@ -88,21 +92,51 @@ def test_weights_are_the_numbers_that_unpacking_gives(
 
 
 @pytest.mark.parametrize(
-    "direct", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["slots", "direct"]
-)
-@pytest.mark.parametrize(
-    ("kind", "groups", "each", "tokens", "width"),
-    [("plain", 2, 8, 70, 64), ("plain", 1, 3, 9, 8), ("int4", 2, 5, 130, 128),
-     ("fp8-block", 2, 8, 64, 64), ("int8-zeros", 1, 4, 64, 64)],
+    ("kind", "groups", "each", "tokens", "width", "turns"),
+    [("plain", 2, 8, 70, 64, 4), ("plain", 2, 5, 9, 8, 0), ("plain", 1, 3, 9, 8, 4),
+     ("int4", 2, 5, 130, 128, 3), ("fp8-block", 2, 8, 64, 64, 4), ("int8-zeros", 1, 4, 64, 64, 0),
+     pytest.param("int4", 2, 3, 130, 128, 2, marks=pytest.mark.slow),
+     pytest.param("plain", 2, 7, 70, 64, 1, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_products_are_those_of_torch(
-    kind: str, groups: int, each: int, tokens: int, width: int, direct: bool, tmp_path: Path
+    kind: str, groups: int, each: int, tokens: int, width: int, turns: int, tmp_path: Path
 ) -> None:
+    """Also where the second group has no rows in some tiles, or in any."""
     case = packed_matrix(kind, SHAPES["halves left over"])
     x = activations(case, tokens)
-    own = form(case, width, Out.VALUES, groups=groups, direct=direct)
+    own = form(case, width, Out.VALUES, groups=groups, turns=turns)
     seen = product(case, own, x, tmp_path, each)
     close(seen, x.double() @ case.numbers.double().T, 3e-3)
+
+
+# What stands in the kernel, and mistakes in its place.
+FREE_TOKENS = "if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);\n      "
+FREE_WEIGHTS = "if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);"
+PAUSES = "for (u32 i = 0; i < 9; ++i) pause();"
+MISTAKES = {
+    "tokens are given back early": {
+        f"wait_for_products<0>();\n      {FREE_TOKENS}": (
+            f"{FREE_TOKENS}{PAUSES} wait_for_products<0>();\n      "
+        )
+    },
+    "weights are given back unread": {
+        "const u32 from = rings": f"{FREE_WEIGHTS} {PAUSES} const u32 from = rings",
+        "if (lane == 0) mbarrier_arrive_after": "if (false) mbarrier_arrive_after",
+    },
+    "operands change under products": {"convert(next, of_next);": "convert(now, of_next);"},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake: str, tmp_path: Path) -> None:
+    """So the other tests would find them. With the fewest slots somebody else is quick to write."""
+    case = packed_matrix("plain", SHAPES["two groups"])
+    x = activations(case, 130)
+    own = form(case, 64, Out.VALUES, token_slots=1, most_weight_slots=1)
+    right = product(case, own, x, tmp_path / "right", 8)
+    close(right, x.double() @ case.numbers.double().T, 3e-3)
+    wrong = product(case, own, x, tmp_path / "wrong", 8, changes=MISTAKES[mistake])
+    assert not torch.equal(wrong, right)
 
 
 @pytest.mark.parametrize("out", [Out.GATED, Out.ARRANGED])
@@ -128,29 +162,6 @@ def test_bits_do_not_depend_on_the_tile(kind: str, tmp_path: Path) -> None:
     ]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0][:20], seen[2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "cluster", "out", "each", "parts"),
-    [
-        ("plain", 2, Out.VALUES, 8, 1), ("plain", 4, Out.VALUES, 3, 1),
-        ("int4", 2, Out.VALUES, 5, 1), ("plain", 2, Out.WIDE, 3, 2),
-        pytest.param("fp8-block", 4, Out.VALUES, 8, 1, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_blocks_of_a_cluster_share_the_copying_of_tokens(
-    kind: str, cluster: int, out: Out, each: int, parts: int, tmp_path: Path
-) -> None:
-    """Also where the last cluster has fewer tiles of rows than blocks."""
-    case = packed_matrix(kind, SHAPES["one block" if parts > 1 else "heads"])
-    x = activations(case, 130)
-    alone, together = (
-        product(
-            case, form(case, 64, out, parts=parts, cluster=count), x, tmp_path / str(count), each
-        )
-        for count in (1, cluster)
-    )
-    assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("plain", 4), ("int4", 4)])

@@ -97,49 +97,99 @@ inline constexpr u32 kScaleBytes = kPlain ? 0 : kScaleType == ScaleType::kFp32 ?
 inline constexpr u32 kOwnScales = kPlain ? 1 : kHalfTileRows / kScaleRows;  // of a group, in half a tile
 inline constexpr u32 kHalfScalesBytes = kStepColumns / kGroupColumns * kOwnScales * kScaleBytes;
 
+// Where scales are of the type of the products, pairs of numbers are made at once: (code - zero) is exact in 16 bits, and its product
+// with a scale rounded once, as where fp32 is rounded.
+inline constexpr bool kInPairs = !kPlain && kCodes != Codes::kFp8 && kScaleType == (kBf16 ? ScaleType::kBf16 : ScaleType::kFp16);
+
+// Codes are the last bits of 128 in bf16, and of 1,024 in fp16: of either the upper byte, and of its negative the bits. In bf16 seven
+// bits are: of codes of 8 bits, two's complement, the sign is apart.
+inline constexpr u32 kBaseByte = kBf16 ? 0x43 : 0x64, kMinusBase = (kBaseByte | 0x80) << 8;
+inline constexpr bool kSigned = kCodes == Codes::kInt8, kSignApart = kSigned && kBf16;
+// Two of the same numbers of 16 bits.
+__device__ __forceinline__ u32 twice(u32 bits) { return bits * 0x10001u; }
+
+template <bool kOfPairs>
+struct ScaleOf {
+  using Type = float;
+};
+template <>
+struct ScaleOf<true> {
+  using Type = u32;
+};
+
+// Scales, and zeros: of numbers in pairs what is added to codes in place of what is taken off.
 struct Shared {
-  float scales[2][kChunkGroups];
-  float zeros[2][kChunkGroups];
+  using Scale = ScaleOf<kInPairs>::Type;
+  Scale scales[2][kChunkGroups];
+  Scale zeros[2][kChunkGroups];
 
   // Past the slots, since few bytes are no copy's: of a lane's rows.
   __device__ __forceinline__ void load(const u8* image, const Half (&halves)[2], u32 chunk, u32 lane) {
     if constexpr (!kPlain) {
-      const ChunkPlace place(chunk);
-      const u32 g = lane / 4;
 #pragma unroll
       for (u32 h = 0; h < 2; ++h) {
-        const Half& half = halves[h];
-        const bool is_tile = half.kind == HalfKind::kTile;
-        const u32 tiles = is_tile ? 2 : 1;
-        const u8* at = image + in_step(half, kPairsSteps ? place.step / 2 * 2 + h : place.step) + tiles * kValueBytes;
+        const Place place(image, halves[h], h, chunk);
 #pragma unroll
         for (u32 n = 0; n < kChunkGroups; ++n) {
-          u32 number;
-          if constexpr (kPairsSteps) {
-            number = (place.warp % 4 * 2 * kChunkColumns / kGroupColumns * kOwnScales + g) * 2 + place.warp / 4;
-          } else {
-            const u32 group = place.warp * kChunkColumns / kGroupColumns + n;
-            number = (group * kOwnScales + g / kScaleRows) * tiles + (is_tile ? h : 0);
-          }
-          scales[h][n] = scale_at(at + number * kScaleBytes);
-          if constexpr (kHasZeros) zeros[h][n] = zero_at(at + tiles * kHalfScalesBytes + number);
+          const u32 number = place.number(n, lane / 4);
+          scales[h][n] = scale_at(place.scales + number * kScaleBytes);
+          if constexpr (kHasZeros) zeros[h][n] = zero_at(place.zeros + number);
         }
       }
     }
   }
+  // The first and the last of 8 rows; a tile's halves lie between each other.
+  static __device__ __forceinline__ void prefetch(const u8* image, const Half& half, u32 h, u32 chunk) {
+    if constexpr (!kPlain) {
+      if (!kPairsSteps && h == 1 && half.kind == HalfKind::kTile) return;
+      const Place place(image, half, h, chunk);
+      const u32 first = place.number(0, 0), last = place.number(kChunkGroups - 1, kHalfTileRows - 1);
+      prefetch_to_l2(place.scales + first * kScaleBytes);
+      if constexpr (kOwnScales > 1) prefetch_to_l2(place.scales + last * kScaleBytes);
+      if constexpr (kHasZeros) prefetch_to_l2(place.zeros + first);
+    }
+  }
 
  private:
-  static __device__ __forceinline__ float scale_at(const u8* at) {
-    if constexpr (kScaleType == ScaleType::kFp32) return __ldg(reinterpret_cast<const float*>(at));
-    const u16 bits = __ldg(reinterpret_cast<const u16*>(at));
-    if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(static_cast<u32>(bits) << 16);
-    return from_fp16(bits);
+  // Where half `h` of a fragment has those of a chunk.
+  struct Place {
+    ChunkPlace chunk;
+    u32 tiles, first;
+    const u8 *scales, *zeros;
+    __device__ __forceinline__ Place(const u8* image, const Half& half, u32 h, u32 number) : chunk(number) {
+      const bool is_tile = half.kind == HalfKind::kTile;
+      tiles = is_tile ? 2 : 1, first = is_tile ? h : 0;
+      scales = image + in_step(half, kPairsSteps ? chunk.step / 2 * 2 + h : chunk.step) + tiles * kValueBytes;
+      zeros = scales + tiles * kHalfScalesBytes;
+    }
+    // Of row `g` of the 8, in group `n` of the chunk.
+    __device__ __forceinline__ u32 number(u32 n, u32 g) const {
+      if constexpr (kPairsSteps) return (chunk.warp % 4 * 2 * kChunkColumns / kGroupColumns * kOwnScales + g) * 2 + chunk.warp / 4;
+      const u32 group = chunk.warp * kChunkColumns / kGroupColumns + n;
+      return (group * kOwnScales + g / kScaleRows) * tiles + first;
+    }
+  };
+  static __device__ __forceinline__ Scale scale_at(const u8* at) {
+    if constexpr (kScaleType == ScaleType::kFp32) {
+      return __ldg(reinterpret_cast<const float*>(at));
+    } else {
+      const u16 bits = __ldg(reinterpret_cast<const u16*>(at));
+      if constexpr (kInPairs) return twice(bits);
+      else if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(static_cast<u32>(bits) << 16);
+      else return from_fp16(bits);
+    }
   }
   // Of 8 bits codes count from -128 on.
-  static __device__ __forceinline__ float zero_at(const u8* at) {
+  static __device__ __forceinline__ Scale zero_at(const u8* at) {
     const u8 byte = __ldg(at);
-    if constexpr (kCodes == Codes::kInt8) return static_cast<float>(static_cast<i32>(static_cast<signed char>(byte)));
-    return static_cast<float>(static_cast<u32>(byte));
+    if constexpr (kInPairs && !kSignApart) {
+      return twice(kMinusBase + (kSigned ? byte ^ 0x80u : byte));
+    } else {
+      const float zero = kSigned ? static_cast<float>(static_cast<i32>(static_cast<signed char>(byte)))
+                                 : static_cast<float>(static_cast<u32>(byte));
+      if constexpr (kInPairs) return pack_pair(-zero, -zero);
+      else return zero;
+    }
   }
 };
 
@@ -159,7 +209,6 @@ __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) 
       v[2 * i] = from_fp16(static_cast<u16>(pair)), v[2 * i + 1] = from_fp16(static_cast<u16>(pair >> 16));
     }
   } else {
-    constexpr bool kSigned = kCodes == Codes::kInt8;
     const u32 unsigned_codes = kSigned ? codes ^ 0x80808080u : codes;
     const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
 #pragma unroll
@@ -167,6 +216,22 @@ __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) 
   }
   return make_uint2(pack_pair(__fmul_rn(v[0], scale), __fmul_rn(v[1], scale)),
                     pack_pair(__fmul_rn(v[2], scale), __fmul_rn(v[3], scale)));
+}
+
+// The same by pairs of 16-bit numbers.
+__device__ __forceinline__ uint2 numbers_of(u32 codes, u32 scale, u32 zero) {
+  const u32 bits = kSignApart ? codes & 0x7F7F7F7F : kSigned ? codes ^ 0x80808080 : codes;
+  const u32 signs = codes & 0x80808080;
+  const auto pair = [&](u32 bytes) {
+    const u32 based = __byte_perm(bits, kBaseByte, bytes);
+    if constexpr (kSignApart) {
+      const u32 code = add_pairs(based, __byte_perm(signs, kMinusBase >> 8, bytes));
+      return multiply_pairs(kHasZeros ? add_pairs(code, zero) : code, scale);
+    } else {
+      return multiply_pairs(add_pairs(based, kHasZeros ? zero : twice(kMinusBase + (kSigned ? 128 : 8))), scale);
+    }
+  };
+  return make_uint2(pair(0x4140), pair(0x4342));
 }
 
 // The registers of multiply `m` of 32 columns `p`: rows g and g + 8, 2 columns of 16, then the same of the 2 columns after those.
