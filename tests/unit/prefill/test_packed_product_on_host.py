@@ -123,7 +123,7 @@ MISTAKES = {
         "const u32 from = rings": f"{FREE_WEIGHTS} {PAUSES} const u32 from = rings",
         "if (lane == 0) mbarrier_arrive_after": "if (false) mbarrier_arrive_after",
     },
-    "operands change under products": {"convert(next, of_next);": "convert(now, of_next);"},
+    "operands change under products": {"convert(next);": "convert(now);"},
 }
 
 

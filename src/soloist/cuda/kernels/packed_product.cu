@@ -276,7 +276,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     float sums[kSums];
     uint4 operands[2][4];
     Stored stored;
-    Shared shares[2];
+    Shared with;
     const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
     const auto read = [&] {
       const u32 from = rings.weights.data + weights.slot * kWeightBytes + warp * kFragmentBytes;
@@ -289,22 +289,21 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
       if (lane == 0) mbarrier_arrive_after(stored.words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
       weights.next();
     };
-    const auto convert = [&](uint4 (&a)[4], const Shared& with) {
+    const auto convert = [&](uint4 (&a)[4]) {
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, with, is_tile, k / 2, k % 2);
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
     };
-    shares[0].load(place.image, halves, start, lane);
-    if (kPartChunks > 1) shares[1].load(place.image, halves, start + 1, lane);
+    with.load(place.image, halves, start, lane);
     await_weights();
     read();
     give_back();
     if (kPartChunks > 1) await_weights();
-    convert(operands[0], shares[0]);
-    if (kPartChunks > 2) shares[0].load(place.image, halves, start + 2, lane);
+    convert(operands[0]);
+    if (kPartChunks > 1) with.load(place.image, halves, start + 1, lane);
     if (kPartChunks > 1) read();
-    const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4], Shared& of_next) {
+    const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4]) {
       wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
       const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
       if constexpr (kTurns > 0) await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
@@ -319,8 +318,8 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
         give_back();
         // The wait comes before the conversion, or the compiler would begin that before the products.
         if (chunk + 2 < end) await_weights();
-        convert(next, of_next);
-        if (chunk + 3 < end) of_next.load(place.image, halves, chunk + 3, lane);
+        convert(next);
+        if (chunk + 2 < end) with.load(place.image, halves, chunk + 2, lane);
         if (chunk + 2 < end) read();
       }
       wait_for_products<0>();
@@ -329,10 +328,10 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     };
 #pragma unroll 1
     for (u32 chunk = start; chunk + 1 < end; chunk += 2) {
-      take(chunk, operands[0], operands[1], shares[1]);
-      take(chunk + 1, operands[1], operands[0], shares[0]);
+      take(chunk, operands[0], operands[1]);
+      take(chunk + 1, operands[1], operands[0]);
     }
-    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0], operands[1], shares[1]);
+    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0], operands[1]);
     take_sums(sums);
     Product to = product;
     to.tokens = place.stop;

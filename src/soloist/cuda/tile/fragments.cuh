@@ -117,11 +117,28 @@ struct ScaleOf<true> {
   using Type = u32;
 };
 
-// Scales, and zeros: of numbers in pairs what is added to codes in place of what is taken off.
 struct Shared {
   using Scale = ScaleOf<kInPairs>::Type;
-  Scale scales[2][kChunkGroups];
-  Scale zeros[2][kChunkGroups];
+
+  // By half and group. Zeros: of numbers in pairs what is added to codes in place of what is taken off.
+  __device__ __forceinline__ Scale scale(u32 h, u32 n) const {
+    const u32 bits = scales[h][n];
+    if constexpr (kInPairs) return twice(bits);
+    else if constexpr (kScaleType == ScaleType::kFp32) return __uint_as_float(bits);
+    else if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(bits << 16);
+    else return from_fp16(static_cast<u16>(bits));
+  }
+  // Of 8 bits codes count from -128 on.
+  __device__ __forceinline__ Scale zero(u32 h, u32 n) const {
+    const u32 byte = zeros[h][n];
+    if constexpr (kInPairs && !kSignApart) {
+      return twice(kMinusBase + (kSigned ? byte ^ 0x80u : byte));
+    } else {
+      const float zero = kSigned ? static_cast<float>(static_cast<i32>(static_cast<signed char>(byte))) : static_cast<float>(byte);
+      if constexpr (kInPairs) return pack_pair(-zero, -zero);
+      else return zero;
+    }
+  }
 
   // Past the slots, since few bytes are no copy's: of a lane's rows.
   __device__ __forceinline__ void load(const u8* image, const Half (&halves)[2], u32 chunk, u32 lane) {
@@ -132,8 +149,10 @@ struct Shared {
 #pragma unroll
         for (u32 n = 0; n < kChunkGroups; ++n) {
           const u32 number = place.number(n, lane / 4);
-          scales[h][n] = scale_at(place.scales + number * kScaleBytes);
-          if constexpr (kHasZeros) zeros[h][n] = zero_at(place.zeros + number);
+          const u8* const at = place.scales + number * kScaleBytes;
+          if constexpr (kScaleBytes == 4) scales[h][n] = __ldg(reinterpret_cast<const u32*>(at));
+          else scales[h][n] = __ldg(reinterpret_cast<const u16*>(at));
+          if constexpr (kHasZeros) zeros[h][n] = __ldg(place.zeros + number);
         }
       }
     }
@@ -169,28 +188,8 @@ struct Shared {
       return (group * kOwnScales + g / kScaleRows) * tiles + first;
     }
   };
-  static __device__ __forceinline__ Scale scale_at(const u8* at) {
-    if constexpr (kScaleType == ScaleType::kFp32) {
-      return __ldg(reinterpret_cast<const float*>(at));
-    } else {
-      const u16 bits = __ldg(reinterpret_cast<const u16*>(at));
-      if constexpr (kInPairs) return twice(bits);
-      else if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(static_cast<u32>(bits) << 16);
-      else return from_fp16(bits);
-    }
-  }
-  // Of 8 bits codes count from -128 on.
-  static __device__ __forceinline__ Scale zero_at(const u8* at) {
-    const u8 byte = __ldg(at);
-    if constexpr (kInPairs && !kSignApart) {
-      return twice(kMinusBase + (kSigned ? byte ^ 0x80u : byte));
-    } else {
-      const float zero = kSigned ? static_cast<float>(static_cast<i32>(static_cast<signed char>(byte)))
-                                 : static_cast<float>(static_cast<u32>(byte));
-      if constexpr (kInPairs) return pack_pair(-zero, -zero);
-      else return zero;
-    }
-  }
+  // As they are stored: what is made of them at once would be waited for at once.
+  u32 scales[2][kChunkGroups], zeros[2][kChunkGroups];
 };
 
 // Integers from 0 to 255 become fp32 as the last bits of 2^23's.
@@ -242,8 +241,8 @@ __device__ __forceinline__ uint4 operand_of(const Stored& stored, const Shared& 
                       is_tile ? tile.z : m ? low.w : low.y, is_tile ? tile.w : m ? high.w : high.y);
   } else {
     const u32 n = p % kChunkGroups;
-    const uint2 first = numbers_of(codes_of(stored, is_tile, p, m, 0), shared.scales[0][n], shared.zeros[0][n]);
-    const uint2 last = numbers_of(codes_of(stored, is_tile, p, m, 1), shared.scales[1][n], shared.zeros[1][n]);
+    const uint2 first = numbers_of(codes_of(stored, is_tile, p, m, 0), shared.scale(0, n), shared.zero(0, n));
+    const uint2 last = numbers_of(codes_of(stored, is_tile, p, m, 1), shared.scale(1, n), shared.zero(1, n));
     return make_uint4(first.x, last.x, first.y, last.y);
   }
 }
