@@ -11,7 +11,7 @@ from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_sha
 _SHIMS = (
     "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/tensor.cuh",
     "ptx/transposed.cuh", "ptx/turns.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh", "ptx/e4m3.cuh",
-    "sync/slots.cuh",
+    "ptx/pairs.cuh", "ptx/prefetch.cuh", "sync/slots.cuh",
 )  # fmt: skip
 
 _OWN = r"""

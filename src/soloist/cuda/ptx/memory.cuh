@@ -38,9 +38,6 @@ __device__ __forceinline__ u32 load_exchanged_word(const u32* p) {
   return v;
 }
 
-// What lies there comes to the L2.
-__device__ __forceinline__ void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 __device__ __forceinline__ u32 load_shared_half(u32 address) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");

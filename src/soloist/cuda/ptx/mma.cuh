@@ -73,20 +73,6 @@ __device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
   return r;
 }
 
-// Of pairs of the model's 16-bit numbers (sm_90 on), each rounded once; subnormal numbers count.
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {
-  u32 r;
-  if constexpr (kBf16) asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) {
-  u32 r;
-  if constexpr (kBf16) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-
 // (x ^ flipped) & kept, in one instruction: of two constants the compiler makes two.
 template <u32 kFlipped, u32 kKept>
 __device__ __forceinline__ u32 flip_and_keep(u32 x) {

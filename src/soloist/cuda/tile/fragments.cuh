@@ -7,6 +7,8 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/pairs.cuh"
+#include "ptx/prefetch.cuh"
 #include "spec.cuh"
 
 enum class HalfKind : u32 { kNone, kTile, kAlone };
