@@ -214,6 +214,18 @@ extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, 
 }
 """
 
+NUMBERS_MAIN = r"""
+#include "world.h"
+#include "tile/fragments.cuh"
+
+// Four codes, a byte each, times every scale.
+extern "C" void run_numbers(u32 codes, uint2* out) {
+  for (u32 scale = 0; scale < 1 << 16; ++scale) out[scale] = numbers_of(codes, twice(scale), 0u);
+}
+"""
+
+_NO_PRODUCT = "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+
 
 def built(form: Form, folder: Path, changes: Mapping[str, str] | None = None) -> ctypes.CDLL:
     """The kernel of a form, with mistakes: what stands in its text, and what in that place."""
@@ -229,13 +241,18 @@ def built(form: Form, folder: Path, changes: Mapping[str, str] | None = None) ->
 
 def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `rows_source`."""
-    header = source.header + "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+    header = source.header + _NO_PRODUCT
     return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def built_numbers(source: Source, folder: Path) -> ctypes.CDLL:
+    """What becomes of codes, of the same source."""
+    return _compiled(source.header + _NO_PRODUCT, "", NUMBERS_MAIN, folder)
 
 
 def built_expert_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `expert_rows_source`."""
-    header = source.header + "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+    header = source.header + _NO_PRODUCT
     return _compiled(header, source.text, EXPERT_ROWS_MAIN, folder)
 
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import arranged_columns, fragments, tiled
-from soloist.prefill.packed_form import Form, Out, form_of
+from soloist.prefill.packed_form import Form, Out, form_of, rows_source
 from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
-from unit.prefill.packed_on_host import built
+from unit.prefill.packed_on_host import built, built_numbers
 
 UNTOUCHED = -7.0
 BLOCKS = 2
@@ -89,6 +92,26 @@ def test_weights_are_the_numbers_that_unpacking_gives(
     x[torch.arange(64), picked] = 1.0
     seen = product(case, own, x, tmp_path, 8)
     assert torch.equal(seen, case.numbers[:, picked].float().T)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("codes", [Codes.INT4, Codes.INT8])
+def test_pairs_are_rounded_once(codes: Codes, dtype: Dtype, tmp_path: Path) -> None:
+    """Every code with every scale is what fp32, which has all of their products, is rounded to."""
+    stored = quantized_format(Quantized(codes, 128, dtype))
+    library = built_numbers(rows_source(stored, dtype, 4), tmp_path)
+    kind = TORCH_DTYPES[dtype]
+    scales = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
+    finite = scales.isfinite()
+    signed = codes is Codes.INT8
+    for first in range(-128, 128, 4) if signed else range(0, 16, 4):
+        four = range(first, first + 4)
+        word = sum((code & 0xFF) << 8 * i for i, code in enumerate(four))
+        seen = torch.empty(1 << 16, 4, dtype=torch.int16)
+        library.run_numbers(word, ctypes.c_void_p(seen.data_ptr()))
+        values = torch.tensor([code - (0 if signed else 8) for code in four], dtype=torch.float32)
+        wanted = (scales[:, None].float() * values).to(kind).view(torch.int16)
+        assert torch.equal(seen[finite], wanted[finite])
 
 
 @pytest.mark.parametrize(
