@@ -5,6 +5,7 @@ The kernel is `cuda/kernels/packed_product.cu`.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import gcd
 
 from soloist.jit.source import Source
 from soloist.megakernel.abi import Field, Struct
@@ -16,7 +17,13 @@ from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUM
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes
-from soloist.prefill.fragments import CHUNK_COLUMNS, GROUP_FRAGMENTS, chunk_bytes, num_chunks
+from soloist.prefill.fragments import (
+    CHUNK_COLUMNS,
+    GROUP_FRAGMENTS,
+    STEP_CHUNKS,
+    chunk_bytes,
+    num_chunks,
+)
 from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
@@ -30,7 +37,7 @@ PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 TOKEN_SLOTS = (3, 4, 5)
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
-_MOST_WEIGHT_SLOTS = 32
+_MOST_WEIGHT_SLOTS, _MOST_WEIGHT_SLOT_BYTES = 32, 32 * 1024
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
 # Products of a group of warps with a chunk, of 16 columns each.
@@ -77,7 +84,9 @@ class Form:
         out: what becomes of sums.
         groups: of four warps that multiply 64 rows each.
         token_slots: of chunks of tokens that lie in shared memory.
-        most_weight_slots: of chunks of weights, where the rest of shared memory has room for them.
+        most_weight_slots: of weights, where the rest of shared memory has room for them.
+        most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
+        weight_warps: that have weights copied.
         turns: after how many of a chunk's `CHUNK_PRODUCTS` products of one group those of the other
             may begin; 0: both multiply as they come.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
@@ -94,8 +103,10 @@ class Form:
     tokens: int
     out: Out
     groups: int = 2
-    token_slots: int = 4
+    token_slots: int = 3
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
+    most_weight_chunks: int = 8
+    weight_warps: int = 3
     turns: int = CHUNK_PRODUCTS
     parts: int = 1
     ends_in_half: bool = False
@@ -117,9 +128,20 @@ class Form:
         return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes
 
     @property
-    def weight_slot_bytes(self) -> int:
-        """A chunk of weights, of all fragments."""
+    def weight_chunks(self) -> int:
+        """Of a slot of weights: as many as a step's end and a part's leave, up to 32 KB."""
+        step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
+        own = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
+        return min(own, max(1, _MOST_WEIGHT_SLOT_BYTES // self._weight_chunk_bytes))
+
+    @property
+    def _weight_chunk_bytes(self) -> int:
         return self.fragments * 2 * chunk_bytes(self.stored.value_bits)
+
+    @property
+    def weight_slot_bytes(self) -> int:
+        """Its chunks of weights, of all fragments."""
+        return self.weight_chunks * self._weight_chunk_bytes
 
     @property
     def results_bytes(self) -> int:
@@ -156,6 +178,8 @@ class Form:
             "kPackedThreads": self.threads,
             "kTokenSlots": self.token_slots,
             "kWeightSlots": self.weight_slots,
+            "kWeightChunks": self.weight_chunks,
+            "kWeightWarps": self.weight_warps,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,

@@ -129,8 +129,12 @@ def test_kernels_beside_them_compile() -> None:
 def test_slots_fill_shared_memory() -> None:
     matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
     form = form_of(matrix, Dtype.BF16, 256, Out.VALUES)
-    assert [replace(form, token_slots=n).weight_slots for n in TOKEN_SLOTS] == [7, 5, 3]
-    assert replace(form, most_weight_slots=3).weight_slots == 3
+    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows.
+    assert form.weight_chunks == 2
+    assert [replace(form, token_slots=n).weight_slots for n in TOKEN_SLOTS] == [3, 2, 1]
+    one_by_one = replace(form, most_weight_chunks=1)
+    assert [replace(one_by_one, token_slots=n).weight_slots for n in TOKEN_SLOTS] == [7, 5, 3]
+    assert replace(one_by_one, most_weight_slots=3).weight_slots == 3
     left = TYPICAL[ARCH].shared_bytes - form.shared_bytes
     assert 0 <= left < form.weight_slot_bytes + 1024
 

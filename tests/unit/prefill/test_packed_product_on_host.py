@@ -143,7 +143,10 @@ MISTAKES = {
         )
     },
     "weights are given back unread": {
-        "const u32 from = rings": f"{FREE_WEIGHTS} {PAUSES} const u32 from = rings",
+        "const u32 run = chunk % kRuns": (
+            f"if (chunk % kWeightChunks == 0) {{ {FREE_WEIGHTS} }} {PAUSES} "
+            "const u32 run = chunk % kRuns"
+        ),
         "if (lane == 0) mbarrier_arrive_after": "if (false) mbarrier_arrive_after",
     },
     "operands change under products": {"convert(next);": "convert(now);"},

@@ -4,7 +4,8 @@
 // each warp's 16 rows lie, and where their results go, is in a table (prefill/fragments.py). Activations come with the words of 32
 // columns transposed (`arranged_column` there). Weights that are no numbers of 16 bits become such in registers.
 //
-// Tokens and weights of 64 columns, a chunk, come to slots of rings of their own, each loaded by a warp of its own. kGroups groups of
+// Tokens of 64 columns, a chunk, come to slots of a ring, and the weights of kWeightChunks of them to slots of another. A warp issues
+// a bulk copy in some 60 cycles, lane by lane: so a copy brings several chunks, and kWeightWarps share the weights. kGroups groups of
 // four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
@@ -29,7 +30,10 @@
 
 inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
 inline constexpr u32 kTokenBytes = kTokens * kChunkColumns * 2;
-inline constexpr u32 kWeightBytes = kFragments * kFragmentBytes;
+// Of a slot's chunks, the next but one follows in memory where steps are paired: a half's part of them is copied in two runs.
+inline constexpr u32 kRuns = kPairsSteps && kWeightChunks > 1 ? 2 : 1, kRunChunks = kWeightChunks / kRuns;
+inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
+inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
 inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
 // Results leave through a warp's own shared memory, 32 tokens at a time, of which kLeaving are there.
@@ -42,6 +46,7 @@ static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warp
 static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
+static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
 static_assert(kTurns == 0 || kGroups == 2, "one group has nobody to take turns with");
 
 // Slots, and their barriers of 8 bytes each.
@@ -106,26 +111,30 @@ __device__ __forceinline__ void load_tokens(const Ring& ring, const TensorMap& x
   }
 }
 
-// A warp: all weights, a lane for each piece of a chunk. What goes with codes is read past the slots, and comes to the L2 meanwhile.
-__device__ __forceinline__ void load_weights(const Ring& ring, const Product& product, u32 lane) {
+// One of kWeightWarps: a lane for each of its halves. What goes with codes is read past the slots, and comes to the L2 meanwhile.
+__device__ __forceinline__ void load_weights(const Ring& ring, const Product& product, u32 warp, u32 lane) {
+  const u32 piece = lane * kWeightWarps + warp;
   WeightSlot to;
 #pragma unroll 1
   for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
     const Tile own(product, tile);
     Half half{};
-    if (lane < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + lane];
+    if (piece < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + piece];
     const bool copies = half.kind != HalfKind::kNone;
-    const u32 bytes = __popc(__ballot_sync(~0u, copies)) * kPieceBytes;
+    const u32 bytes = __popc(__ballot_sync(~0u, copies)) * (kWeightChunks * kPieceBytes);
 #pragma unroll 1
-    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; ++chunk, to.next()) {
+    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; chunk += kWeightChunks, to.next()) {
       const u32 full = ring.full + to.slot * 8;
       wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
       if (lane == 0) mbarrier_expect(full, bytes);
       __syncwarp();
       if (copies) {
-        const u32 at = ring.data + to.slot * kWeightBytes + lane * kPieceBytes;
-        copy_bulk(at, own.image + piece_at(half, lane % 2, chunk), kPieceBytes, full);
-        Shared::prefetch(own.image, half, lane % 2, chunk);
+        const u32 which = piece % 2, at = ring.data + to.slot * kWeightBytes + piece / 2 * kSlotFragmentBytes + which * kRunBytes;
+#pragma unroll
+        for (u32 run = 0; run < kRuns; ++run)
+          copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
+#pragma unroll
+        for (u32 i = 0; i < kWeightChunks; ++i) Shared::prefetch(own.image, half, which, chunk + i);
       }
     }
   }
@@ -242,9 +251,12 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
 // A group without rows in a tile: it gives back what comes, and its turns.
 __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 group, u32 lane) {
 #pragma unroll 1
-  for (u32 chunk = 0; chunk < kPartChunks; ++chunk, tokens.next(), weights.next()) {
-    wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
-    if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
+  for (u32 chunk = 0; chunk < kPartChunks; ++chunk, tokens.next()) {
+    if (chunk % kWeightChunks == 0) {
+      wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
+      if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
+      weights.next();
+    }
     if constexpr (kTurns > 0) {
       await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
       give_turn(kFirstTurn + (group ^ 1), kMultiplyingWarps * 32);
@@ -278,16 +290,21 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     Stored stored;
     Shared with;
     const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
-    const auto read = [&] {
-      const u32 from = rings.weights.data + weights.slot * kWeightBytes + warp * kFragmentBytes;
+    const auto read = [&](u32 chunk) {
+      const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
+      const bool alternate = is_tile && parts_alternate(ChunkPlace(chunk).step);
+      const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
+      const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
       stored.load(
-          lane, is_tile, [&](u32 piece, u32 at) { return load_shared(from + piece * kPieceBytes + at); },
-          [&](u32 piece, u32 at) { return load_shared2(from + piece * kPieceBytes + at); });
+          lane, is_tile, [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
+          [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
     };
-    // Once what was read is in registers.
-    const auto give_back = [&] {
+    // Once what was read is in registers: before a chunk that begins a slot.
+    const auto give_back = [&](u32 chunk) {
+      if (kept(chunk) % kWeightChunks) return;
       if (lane == 0) mbarrier_arrive_after(stored.words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
       weights.next();
+      if (chunk < end) await_weights();
     };
     const auto convert = [&](uint4 (&a)[4]) {
 #pragma unroll
@@ -297,12 +314,11 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     };
     with.load(place.image, halves, start, lane);
     await_weights();
-    read();
-    give_back();
-    if (kPartChunks > 1) await_weights();
+    read(start);
+    give_back(start + 1);
     convert(operands[0]);
     if (kPartChunks > 1) with.load(place.image, halves, start + 1, lane);
-    if (kPartChunks > 1) read();
+    if (kPartChunks > 1) read(start + 1);
     const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4]) {
       wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
       const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
@@ -315,12 +331,11 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
       }
       commit_products();
       if (chunk + 1 < end) {
-        give_back();
-        // The wait comes before the conversion, or the compiler would begin that before the products.
-        if (chunk + 2 < end) await_weights();
+        // It comes before the conversion, or the compiler would begin that before the products.
+        give_back(chunk + 2);
         convert(next);
         if (chunk + 2 < end) with.load(place.image, halves, chunk + 2, lane);
-        if (chunk + 2 < end) read();
+        if (chunk + 2 < end) read(chunk + 2);
       }
       wait_for_products<0>();
       if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
@@ -363,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     }
 #pragma unroll 1
     for (u32 i = 0; i < kWeightSlots; ++i) {
-      mbarrier_init(weights.full + i * 8, 1);
+      mbarrier_init(weights.full + i * 8, kWeightWarps);
       mbarrier_init(weights.empty + i * 8, kMultiplyingWarps);
     }
     publish_barriers();
@@ -371,8 +386,11 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
   __syncthreads();
   if (warp >= kMultiplyingWarps) {
     if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
-    if (warp == kMultiplyingWarps && lane == 0) load_tokens(tokens, x, product);
-    if (warp == kMultiplyingWarps + 1) load_weights(weights, product, lane);
+    if (warp == kMultiplyingWarps) {
+      if (lane == 0) load_tokens(tokens, x, product);
+    } else if (warp <= kMultiplyingWarps + kWeightWarps) {
+      load_weights(weights, product, warp - kMultiplyingWarps - 1, lane);
+    }
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
     multiply({tokens, weights}, product, data + kTokenRing + kWeightRing, warp, lane);

@@ -42,15 +42,17 @@ __device__ __forceinline__ u64 in_step(const Half& half, u32 step) {
   const u32 less = kSteps % 2 == 1 && step == kSteps - 1 ? half.last_less : 0;
   return half.at + static_cast<u64>(step / 2) * half.pair_bytes + (step % 2) * half.step_bytes - less;
 }
+// Whether of a tile the two parts of a chunk lie behind each other: in half a step a warp of the decode kernel has 32 columns, so a
+// chunk is of two of them.
+__device__ __forceinline__ bool parts_alternate(u32 step) { return kValueBits == 4 || (kEndsInHalf && step == kSteps - 1); }
 // Bytes to the part of a fragment's chunk that is copied for one of its halves: kPieceBytes from there. Of a tile the two parts hold
 // rows of both: the columns' first 32 and last 32, or of integers of 4 bits the rows g < 4 and the others.
-__device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk) {
+// `run_bytes`: of one half, where such parts of neighbouring chunks are copied together, which lie one behind the other.
+__device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk, u32 run_bytes = kPieceBytes) {
   const ChunkPlace place(chunk);
   const u64 at = in_step(half, place.step);
   if (half.kind == HalfKind::kAlone) return at + place.warp * kPieceBytes;
-  // In half a step a warp of the decode kernel has 32 columns, so a chunk is of two of them.
-  if (kEndsInHalf && place.step == kSteps - 1) return at + (2 * place.warp + which) * kPieceBytes;
-  if (kValueBits == 4) return at + (2 * place.warp + which) * kPieceBytes;
+  if (parts_alternate(place.step)) return at + 2 * place.warp * kPieceBytes + which * run_bytes;
   return at + which * kValueBytes + place.warp * kPieceBytes;
 }
 
