@@ -37,11 +37,9 @@ PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 TOKEN_SLOTS = (3, 4, 5)
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
-_MOST_WEIGHT_SLOTS, _MOST_WEIGHT_SLOT_BYTES = 32, 32 * 1024
+_MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
-# Products of a group of warps with a chunk, of 16 columns each.
-CHUNK_PRODUCTS = CHUNK_COLUMNS // 16
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -87,8 +85,7 @@ class Form:
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
         weight_warps: that have weights copied.
-        turns: after how many of a chunk's `CHUNK_PRODUCTS` products of one group those of the other
-            may begin; 0: both multiply as they come.
+        most_lag: chunks by which the second group stays behind the first, as far as slots allow.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
@@ -103,11 +100,11 @@ class Form:
     tokens: int
     out: Out
     groups: int = 2
-    token_slots: int = 3
+    token_slots: int = 4
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
     weight_warps: int = 3
-    turns: int = CHUNK_PRODUCTS
+    most_lag: int = 2
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
@@ -129,10 +126,12 @@ class Form:
 
     @property
     def weight_chunks(self) -> int:
-        """Of a slot of weights: as many as a step's end and a part's leave, up to 32 KB."""
+        """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
         step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
-        own = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
-        return min(own, max(1, _MOST_WEIGHT_SLOT_BYTES // self._weight_chunk_bytes))
+        count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
+        while count > 1 and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
+            count //= 2
+        return count
 
     @property
     def _weight_chunk_bytes(self) -> int:
@@ -152,9 +151,20 @@ class Form:
     @property
     def weight_slots(self) -> int:
         """As many as tokens and results leave room for."""
+        return min(self.most_weight_slots, self._weight_room // self.weight_slot_bytes)
+
+    @property
+    def _weight_room(self) -> int:
         tokens = self.token_slots * self.token_slot_bytes
-        room = TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
-        return min(self.most_weight_slots, room // self.weight_slot_bytes)
+        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
+
+    @property
+    def lag(self) -> int:
+        """Chunks by which the second group stays behind the first."""
+        if self.groups == 1:
+            return 0
+        slots = self.token_slots, self.weight_slots * self.weight_chunks
+        return min(self.most_lag, num_chunks(self.columns) // self.parts, *(n - 1 for n in slots))
 
     @property
     def shared_bytes(self) -> int:
@@ -174,7 +184,7 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
-            "kTurns": self.turns if self.groups > 1 else 0,
+            "kLag": self.lag,
             "kPackedThreads": self.threads,
             "kTokenSlots": self.token_slots,
             "kWeightSlots": self.weight_slots,
@@ -208,7 +218,7 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        ends_in_half=matrix.ends_in_half,
+        token_slots=4 if tokens == WIDTHS[-1] else 5, ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 
 

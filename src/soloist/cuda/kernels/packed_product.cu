@@ -10,9 +10,9 @@
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
-// Two groups take turns on the tensor cores (kTurns): a product whose rows are in registers holds its warps until the tensor cores take
-// it, so groups that begin at once would also make their next operands at once, and nothing would be multiplied meanwhile. While the
-// other group has its turn, a group makes the next chunk's operands and reads the weights of the one after from shared memory.
+// While a group's products are made it makes the next chunk's operands, and reads the weights of the one after from shared memory. The
+// second group begins kLag chunks behind the first one, and stays behind: while the results of one leave, the other has the tensor
+// cores.
 //
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
@@ -47,7 +47,8 @@ static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes")
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
-static_assert(kTurns == 0 || kGroups == 2, "one group has nobody to take turns with");
+static_assert(kLag == 0 || kGroups == 2, "one group has nobody to lag behind");
+static_assert(kLag < kTokenSlots && kLag <= kChunks / kParts && kLag < kWeightSlots * kWeightChunks, "slots for what the first group has alone");
 
 // Slots, and their barriers of 8 bytes each.
 struct Ring {
@@ -58,8 +59,8 @@ struct Rings {
 };
 using TokenSlot = SlotState<kTokenSlots>;
 using WeightSlot = SlotState<kWeightSlots>;
-// Named barriers 1 and 2 are where a group's warps meet; those from here on are the groups' turns.
-inline constexpr u32 kFirstTurn = 3;
+// Named barriers 1 and 2 are where a group's warps meet; behind this one the second group begins.
+inline constexpr u32 kBegin = 3;
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -133,7 +134,7 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
 #pragma unroll
         for (u32 run = 0; run < kRuns; ++run)
           copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
-#pragma unroll
+#pragma unroll 1
         for (u32 i = 0; i < kWeightChunks; ++i) Shared::prefetch(own.image, half, which, chunk + i);
       }
     }
@@ -248,18 +249,14 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
   }
 }
 
-// A group without rows in a tile: it gives back what comes, and its turns.
-__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 group, u32 lane) {
+// A group without rows in a tile: it gives back what comes.
+__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
 #pragma unroll 1
   for (u32 chunk = 0; chunk < kPartChunks; ++chunk, tokens.next()) {
     if (chunk % kWeightChunks == 0) {
       wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
       if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
       weights.next();
-    }
-    if constexpr (kTurns > 0) {
-      await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
-      give_turn(kFirstTurn + (group ^ 1), kMultiplyingWarps * 32);
     }
     wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
     if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
@@ -272,16 +269,17 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   const u32 shared = results + warp * kLeavingBytes, group = warp / 4;
   TokenSlot tokens;
   WeightSlot weights;
-  if (kTurns > 0 && group == 1) give_turn(kFirstTurn, kMultiplyingWarps * 32);
+  u32 lag = kLag;
 #pragma unroll 1
   for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
+    if (kLag > 0 && group == 1 && tile == blockIdx.x) await_turn(kBegin, kMultiplyingWarps * 32);
     const u32 start = place.part * kPartChunks, end = start + kPartChunks;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
     const Half halves[2] = {own[0], own[1]};
     // Groups are filled from the first warp on.
     if (own[-static_cast<i32>(warp % 4 * 2)].kind == HalfKind::kNone) {
-      pass_by(rings, tokens, weights, group, lane);
+      pass_by(rings, tokens, weights, lane);
       continue;
     }
     const bool is_tile = halves[0].kind == HalfKind::kTile;
@@ -322,14 +320,11 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4]) {
       wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
       const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
-      if constexpr (kTurns > 0) await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
       begin_products();
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (chunk - start) | k);
-        if (k + 1 == kTurns) give_turn(kFirstTurn + (group ^ 1), kMultiplyingWarps * 32);
-      }
+      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (chunk - start) | k);
       commit_products();
+      if (kLag > 0 && lag && --lag == 0 && group == 0) give_turn(kBegin, kMultiplyingWarps * 32);
       if (chunk + 1 < end) {
         // It comes before the conversion, or the compiler would begin that before the products.
         give_back(chunk + 2);
