@@ -2,8 +2,8 @@
 
 One Hopper GPU. Every matrix of a shape's layers is multiplied with so many tokens: row by row by
 torch (and gate_up by Soloist's kernel where prompts take that), and as it is packed, in every
-variant of the kernel: tokens of a tile, groups of warps and how far one lags behind, slots of
-tokens, fragments of a tile of rows. Layers take turns, in a CUDA graph, so that weights come from
+variant of the kernel: tokens of a tile, groups of warps, slots of tokens, fragments of a tile of
+rows. Layers take turns, in a CUDA graph, so that weights come from
 memory. Weights are random; nothing here is a speed of a whole prompt.
 
 `--compile` builds all kernels into the cache and needs no GPU: do it before a GPU is borrowed.
@@ -90,8 +90,8 @@ class Case:
         widths = [w for w in WIDTHS[1:] if w <= tokens and 16 * w >= tokens]
         for width in widths:
             form = form_of(self.operation.matrix, self.plan.dtype, width, out)
+            yield form
             yield replace(form, groups=1)
-            yield from (replace(form, most_lag=n) for n in (0, 2, 3))
             yield from (replace(form, token_slots=n) for n in TOKEN_SLOTS if n != form.token_slots)
             if out is Out.ARRANGED and width == tokens <= MOST_PARTED_TOKENS:
                 # Any number of fragments a tile; what arranges the neurons comes on top.
@@ -224,7 +224,6 @@ def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
             tiling, words = tiled(pieces, each, results)
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling)
             how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{each}"
-            how += f"l{form.lag}" if form.groups > 1 else ""
             how += "g" if form.out is Out.GATED else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),

@@ -30,16 +30,20 @@ KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
 ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "look_up")
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
-WIDTHS = (8, 64, 128, 256)
+WIDTHS = (8, 64, 128, 192, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 # Slots of tokens that a block may have, where it has as many as that.
 TOKEN_SLOTS = (3, 4, 5)
+# Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
+_FEW_TOKENS = 128
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
 _MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
+# Of the warps that do not multiply, those that have weights copied; the other one does tokens.
+_WEIGHT_WARPS = _GROUP_WARPS - 1
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -84,8 +88,6 @@ class Form:
         token_slots: of chunks of tokens that lie in shared memory.
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
-        weight_warps: that have weights copied.
-        most_lag: chunks by which the second group stays behind the first, as far as slots allow.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
@@ -103,8 +105,6 @@ class Form:
     token_slots: int = 4
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
-    weight_warps: int = 3
-    most_lag: int = 2
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
@@ -159,14 +159,6 @@ class Form:
         return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
 
     @property
-    def lag(self) -> int:
-        """Chunks by which the second group stays behind the first."""
-        if self.groups == 1:
-            return 0
-        slots = self.token_slots, self.weight_slots * self.weight_chunks
-        return min(self.most_lag, num_chunks(self.columns) // self.parts, *(n - 1 for n in slots))
-
-    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         tokens = self.token_slots * self.token_slot_bytes
@@ -184,12 +176,11 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
-            "kLag": self.lag,
             "kPackedThreads": self.threads,
             "kTokenSlots": self.token_slots,
             "kWeightSlots": self.weight_slots,
             "kWeightChunks": self.weight_chunks,
-            "kWeightWarps": self.weight_warps,
+            "kWeightWarps": _WEIGHT_WARPS,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,
@@ -218,7 +209,7 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        token_slots=4 if tokens == WIDTHS[-1] else 5, ends_in_half=matrix.ends_in_half,
+        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1], ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 
 

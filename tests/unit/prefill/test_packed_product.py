@@ -97,14 +97,14 @@ def test_every_matrix_of_public_shapes_compiles(name: str, tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("groups", "lag"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
-def test_variants_to_be_timed_compile(kind: str, groups: int, lag: int) -> None:
+def test_variants_to_be_timed_compile(kind: str, groups: int) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for tokens in WIDTHS[1:]:
         for out in (Out.VALUES, Out.ARRANGED):
             form = form_of(matrix, Dtype.BF16, tokens, out)
-            compiled(replace(form, groups=groups, most_lag=lag))
+            compiled(replace(form, groups=groups))
 
 
 @pytest.mark.parametrize("kind", some(["plain", "int4", "fp8-block", "int8-zeros"], ("plain",)))
@@ -134,9 +134,6 @@ def test_slots_fill_shared_memory() -> None:
     assert [one.weight_chunks for one in by_slots] == [2, 1, 1]
     assert [one.weight_slots for one in by_slots] == [3, 5, 3]
     assert replace(form, most_weight_slots=3).weight_slots == 3
-    assert [replace(form, token_slots=n, most_lag=9).lag for n in TOKEN_SLOTS] == [2, 3, 2]
-    assert replace(form, groups=1).lag == 0
-    assert replace(form, parts=2, columns=256, steps=1, out=Out.WIDE, most_lag=9).lag == 2
     left = TYPICAL[ARCH].shared_bytes - form.shared_bytes
     assert 0 <= left < form.weight_slot_bytes + 1024
 
@@ -187,13 +184,11 @@ def test_weights_are_what_unpacking_gives_on_the_gpu(kind: str, shape: str, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("groups", "lag", "token_slots"), [(1, 0, 4), (2, 0, 4), (2, 2, 3), (2, 4, 5), (2, 3, 4)]
-)
+@pytest.mark.parametrize(("groups", "token_slots"), [(1, 4), (2, 4), (2, 3), (2, 5)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
 def test_products_are_those_of_torch_on_the_gpu(
-    kind: str, dtype: Dtype, groups: int, lag: int, token_slots: int, tmp_path: Path
+    kind: str, dtype: Dtype, groups: int, token_slots: int, tmp_path: Path
 ) -> None:
     """A row has the same bits among any number of rows, in tiles of any width."""
     needs_hopper()
@@ -204,7 +199,7 @@ def test_products_are_those_of_torch_on_the_gpu(
     first = None
     for tokens, width in ((2048, 256), (1500, 128), (64, 64), (300, 256), (1, 8)):
         form = form_of(case.operation.matrix, dtype, width, Out.VALUES)
-        form = replace(form, groups=groups, most_lag=lag, token_slots=token_slots)
+        form = replace(form, groups=groups, token_slots=token_slots)
         seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
         first = seen if first is None else first
         assert torch.equal(seen, first[:tokens])

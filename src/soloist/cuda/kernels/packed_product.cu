@@ -10,9 +10,7 @@
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
-// While a group's products are made it makes the next chunk's operands, and reads the weights of the one after from shared memory. The
-// second group begins kLag chunks behind the first one, and stays behind: while the results of one leave, the other has the tensor
-// cores.
+// While a group's products are made it makes the next chunk's operands, and reads the weights of the one after from shared memory.
 //
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
@@ -47,8 +45,6 @@ static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes")
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
-static_assert(kLag == 0 || kGroups == 2, "one group has nobody to lag behind");
-static_assert(kLag < kTokenSlots && kLag <= kChunks / kParts && kLag < kWeightSlots * kWeightChunks, "slots for what the first group has alone");
 
 // Slots, and their barriers of 8 bytes each.
 struct Ring {
@@ -59,8 +55,6 @@ struct Rings {
 };
 using TokenSlot = SlotState<kTokenSlots>;
 using WeightSlot = SlotState<kWeightSlots>;
-// Named barriers 1 and 2 are where a group's warps meet; behind this one the second group begins.
-inline constexpr u32 kBegin = 3;
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -215,7 +209,8 @@ __device__ __forceinline__ void write_wide(const float (&sums)[kSums], u32 first
 
 // Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
 // multiplies. Where the next product wants them arranged, the group's four warps have 32 neurons in order: 16 bytes of a token
-// are a word of each.
+// are a word of each. They leave through two places in turn, so warps meet once for 32 tokens: who writes to a place knows that all
+// have read the one before.
 __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
                                             u32 shared, u32 token, u32 warp, u32 lane) {
   u32 words[4];  // 8 tokens each
@@ -226,20 +221,20 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
                                        pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
                           : 0;
   }
-  store_matrices_transposed(shared + lane * 16, words);
+  const u32 place = kOut == Out::kArranged ? first / kLeaving % 2 * (kLeavingBytes / 2) : 0;
+  store_matrices_transposed(shared + place + lane * 16, words);
   u16* const out = reinterpret_cast<u16*>(product.out);
   const bool exists = halves[0].kind != HalfKind::kNone;
   if constexpr (kOut == Out::kArranged) {
     meet_at(1 + warp / 4, 128);
     const u32 thread = warp % 4 * 32 + lane, part = thread % 4, row = token + first + thread / 4;
-    const u32 at = shared - warp % 4 * kLeavingBytes + thread / 4 * 16 + part * 4;
+    const u32 at = shared - warp % 4 * kLeavingBytes + place + thread / 4 * 16 + part * 4;
     uint4 v;
     v.x = load_shared1(at), v.y = load_shared1(at + kLeavingBytes);
     v.z = load_shared1(at + 2 * kLeavingBytes), v.w = load_shared1(at + 3 * kLeavingBytes);
     const u32 neuron = halves[0].out - warp % 4 * 8;  // the group's first
     if (thread / 4 < kLeaving && row < product.tokens && exists)
       *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + neuron + part * 8) = v;
-    meet_at(1 + warp / 4, 128);
   } else {
     __syncwarp();
     const u32 row = token + first + lane;
@@ -266,14 +261,12 @@ __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, W
 // A warp of those that multiply. A chunk's weights are read two chunks ahead, and become operands one chunk ahead, while the tensor
 // cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
 __device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 results, u32 warp, u32 lane) {
-  const u32 shared = results + warp * kLeavingBytes, group = warp / 4;
+  const u32 shared = results + warp * kLeavingBytes;
   TokenSlot tokens;
   WeightSlot weights;
-  u32 lag = kLag;
 #pragma unroll 1
   for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
-    if (kLag > 0 && group == 1 && tile == blockIdx.x) await_turn(kBegin, kMultiplyingWarps * 32);
     const u32 start = place.part * kPartChunks, end = start + kPartChunks;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
     const Half halves[2] = {own[0], own[1]};
@@ -324,7 +317,6 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (chunk - start) | k);
       commit_products();
-      if (kLag > 0 && lag && --lag == 0 && group == 0) give_turn(kBegin, kMultiplyingWarps * 32);
       if (chunk + 1 < end) {
         // It comes before the conversion, or the compiler would begin that before the products.
         give_back(chunk + 2);
