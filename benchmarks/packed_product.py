@@ -2,9 +2,9 @@
 
 One Hopper GPU. Every matrix of a shape's layers is multiplied with so many tokens: row by row by
 torch (and gate_up by Soloist's kernel where prompts take that), and as it is packed, in every
-variant of the kernel: tokens of a tile, groups of warps, weights through shared memory or straight
-to registers, blocks of a cluster, fragments of a tile of rows. Layers take turns, in a CUDA graph,
-so that weights come from memory. Weights are random; nothing here is a speed of a whole prompt.
+variant of the kernel: tokens of a tile, groups of warps, slots of tokens, fragments of a tile of
+rows. Layers take turns, in a CUDA graph, so that weights come from
+memory. Weights are random; nothing here is a speed of a whole prompt.
 
 `--compile` builds all kernels into the cache and needs no GPU: do it before a GPU is borrowed.
 """
@@ -39,8 +39,8 @@ from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import THREADS
 from soloist.prefill.packed_form import (
     ARCH,
-    CLUSTERS,
     MOST_PARTED_TOKENS,
+    TOKEN_SLOTS,
     WIDTHS,
     Form,
     Out,
@@ -90,20 +90,16 @@ class Case:
         widths = [w for w in WIDTHS[1:] if w <= tokens and 16 * w >= tokens]
         for width in widths:
             form = form_of(self.operation.matrix, self.plan.dtype, width, out)
-            for groups in (2, 1):
-                yield replace(form, groups=groups)
-                yield replace(form, groups=groups, direct=True)
-            yield from (replace(form, cluster=count) for count in CLUSTERS[1:])
+            yield form
+            yield replace(form, groups=1)
+            yield from (replace(form, token_slots=n) for n in TOKEN_SLOTS if n != form.token_slots)
             if out is Out.ARRANGED and width == tokens <= MOST_PARTED_TOKENS:
                 # Any number of fragments a tile; what arranges the neurons comes on top.
-                for count in CLUSTERS:
-                    yield replace(form, out=Out.GATED, cluster=count)
+                yield replace(form, out=Out.GATED)
             if tokens > MOST_PARTED_TOKENS or out is Out.ARRANGED or width < tokens:
                 continue
-            yield replace(form, most_slots=form.slots // 2)
             for parts in parts_of(form.columns)[1:]:
-                for count in CLUSTERS:
-                    yield replace(form, out=Out.WIDE, parts=parts, cluster=count)
+                yield replace(form, out=Out.WIDE, parts=parts)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -225,10 +221,9 @@ def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
             multiple=GROUP_FRAGMENTS if form.out is Out.ARRANGED else 1,
         )  # fmt: skip
         for each in sorted({min(even, form.fragments), form.fragments}):
-            tiling, words = tiled(pieces, each, results, form.cluster)
+            tiling, words = tiled(pieces, each, results)
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling)
-            how = f"{form.tokens}x{form.groups}{'d' if form.direct else 's'}{form.slots}/{each}"
-            how += f"c{form.cluster}" if form.cluster > 1 else ""
+            how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{each}"
             how += "g" if form.out is Out.GATED else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),

@@ -171,19 +171,13 @@ class Tiling:
     results: int
 
 
-def tiled(
-    found: Sequence[Fragment], each: int, results: int, cluster: int = 1
-) -> tuple[Tiling, bytes]:
-    """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each.
-
-    The table has tiles for whole clusters, of which the last ones may be empty.
-    """
+def tiled(found: Sequence[Fragment], each: int, results: int) -> tuple[Tiling, bytes]:
+    """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each."""
     nothing = (_NOTHING, _NOTHING)
     tiles = [found[start : start + each] for start in range(0, len(found), each)]
-    empty = -len(tiles) % cluster
     filled = (
         half
-        for tile in (*tiles, *[()] * empty)
+        for tile in tiles
         for fragment in (*tile, *[nothing] * (BLOCK_FRAGMENTS - len(tile)))
         for half in fragment
     )
@@ -196,8 +190,9 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 
 
 # Of an SM in a cycle: bytes of weights from memory, bytes of activations from the L2 (a guess), and
-# tokens by which 64 rows and 16 columns are multiplied. Cycles that adding parts takes.
-_MEMORY_BYTES, _L2_BYTES, _TOKENS, _ADDING = 20, 40, 2, 4000
+# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, and that
+# writing and adding parts takes.
+_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING = 20, 40, 2, 7000, 9000
 _STEP = 16  # columns of a product
 
 
@@ -241,7 +236,7 @@ def best_shares(
         weights = each * fragment_bytes / _MEMORY_BYTES / load.token_tiles
         tokens = load.width * _STEP * 2 / _L2_BYTES
         steps = load.columns / _STEP / parts
-        taken = -(-tiles // num_sms) * steps * max(products, weights, tokens)
+        taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens) + _TILE)
         return taken + (_ADDING if parts > 1 else 0)
 
     numbers = [each for each in range(BLOCK_FRAGMENTS, 0, -1) if each % multiple == 0]

@@ -5,6 +5,7 @@ The kernel is `cuda/kernels/packed_product.cu`.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import gcd
 
 from soloist.jit.source import Source
 from soloist.megakernel.abi import Field, Struct
@@ -16,23 +17,33 @@ from soloist.megakernel.tile import HALF_TILE_ROWS, HALF_TILE_VALUES, STEP_COLUM
 from soloist.megakernel.weight_format import WeightFormat
 from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes
-from soloist.prefill.fragments import CHUNK_COLUMNS, GROUP_FRAGMENTS, chunk_bytes, num_chunks
+from soloist.prefill.fragments import (
+    CHUNK_COLUMNS,
+    GROUP_FRAGMENTS,
+    STEP_CHUNKS,
+    chunk_bytes,
+    num_chunks,
+)
 from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
 ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "look_up")
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
-WIDTHS = (8, 64, 128, 256)
+WIDTHS = (8, 64, 128, 192, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
-# Blocks of a cluster.
-CLUSTERS = (1, 2, 4)
+# Slots of tokens that a block may have, where it has as many as that.
+TOKEN_SLOTS = (3, 4, 5)
+# Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
+_FEW_TOKENS = 128
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
-_MOST_SLOTS = 16
-_BARRIER_BYTES = 16  # of a slot
+_MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
+_BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
+# Of the warps that do not multiply, those that have weights copied; the other one does tokens.
+_WEIGHT_WARPS = _GROUP_WARPS - 1
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -74,13 +85,13 @@ class Form:
         tokens: of a tile, one of `WIDTHS`.
         out: what becomes of sums.
         groups: of four warps that multiply 64 rows each.
-        direct: weights come straight to registers, and not through shared memory.
-        most_slots: that lie in shared memory, where there is room for them.
+        token_slots: of chunks of tokens that lie in shared memory.
+        most_weight_slots: of weights, where the rest of shared memory has room for them.
+        most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
         grouped: rows are those of several experts, each with a matrix of its own.
-        cluster: blocks that have the same tokens and share the copying of these, one of `CLUSTERS`.
     """
 
     stored: WeightFormat
@@ -91,12 +102,12 @@ class Form:
     tokens: int
     out: Out
     groups: int = 2
-    direct: bool = False
-    most_slots: int = _MOST_SLOTS
+    token_slots: int = 4
+    most_weight_slots: int = _MOST_WEIGHT_SLOTS
+    most_weight_chunks: int = 8
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
-    cluster: int = 1
 
     @property
     def fragments(self) -> int:
@@ -109,10 +120,27 @@ class Form:
         return (self.groups + 1) * _GROUP_WARPS * _LANES
 
     @property
-    def slot_bytes(self) -> int:
-        """A chunk of tokens and of weights."""
-        weights = 0 if self.direct else self.fragments * 2 * chunk_bytes(self.stored.value_bits)
-        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes + weights
+    def token_slot_bytes(self) -> int:
+        """A chunk of tokens."""
+        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes
+
+    @property
+    def weight_chunks(self) -> int:
+        """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
+        step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
+        count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
+        while count > 1 and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
+            count //= 2
+        return count
+
+    @property
+    def _weight_chunk_bytes(self) -> int:
+        return self.fragments * 2 * chunk_bytes(self.stored.value_bits)
+
+    @property
+    def weight_slot_bytes(self) -> int:
+        """Its chunks of weights, of all fragments."""
+        return self.weight_chunks * self._weight_chunk_bytes
 
     @property
     def results_bytes(self) -> int:
@@ -121,15 +149,20 @@ class Form:
         return self.groups * _GROUP_WARPS * _BATCH * row
 
     @property
-    def slots(self) -> int:
-        """As many as shared memory has room for."""
-        room = TYPICAL[ARCH].shared_bytes - self.results_bytes
-        return min(self.most_slots, room // (self.slot_bytes + _BARRIER_BYTES))
+    def weight_slots(self) -> int:
+        """As many as tokens and results leave room for."""
+        return min(self.most_weight_slots, self._weight_room // self.weight_slot_bytes)
+
+    @property
+    def _weight_room(self) -> int:
+        tokens = self.token_slots * self.token_slot_bytes
+        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.slots * self.slot_bytes + self.results_bytes
+        tokens = self.token_slots * self.token_slot_bytes
+        return tokens + self.weight_slots * self.weight_slot_bytes + self.results_bytes
 
     @property
     def source(self) -> Source:
@@ -143,9 +176,11 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
-            "kCluster": self.cluster,
             "kPackedThreads": self.threads,
-            "kPackedSlots": self.slots,
+            "kTokenSlots": self.token_slots,
+            "kWeightSlots": self.weight_slots,
+            "kWeightChunks": self.weight_chunks,
+            "kWeightWarps": _WEIGHT_WARPS,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,
@@ -160,7 +195,6 @@ class Form:
             ),
             f"enum class Out : u32 {{ {', '.join(Out)} }};",
             f"constexpr Out kOut = Out::{self.out};",
-            f"constexpr bool kDirect = {str(self.direct).lower()};",
             f"constexpr bool kGrouped = {str(self.grouped).lower()};",
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
@@ -175,7 +209,7 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        ends_in_half=matrix.ends_in_half,
+        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1], ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 
 

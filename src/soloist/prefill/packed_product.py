@@ -80,7 +80,7 @@ class PackedProduct:
         Args:
             x: [T, K], arranged (`PackedRows.arrange`), K a multiple of 32.
             image: address at which the first block has the matrix.
-            table: of `tiling`, on the device, with empty tiles for all blocks of the last cluster.
+            table: of `tiling`, on the device.
             tiling: of the matrix's rows.
             out: [T, results], rows one after the other; in parts [parts, T, results] of fp32.
             stream: handle.
@@ -92,7 +92,7 @@ class PackedProduct:
         assert out.is_contiguous(), "rows lie one after the other"
         assert tiling.each <= form.fragments, "as many groups as tiles need"
         token_tiles = -(-tokens // form.tokens)
-        tiles = token_tiles * -(-tiling.count // form.cluster) * form.parts
+        tiles = token_tiles * tiling.count * form.parts
         product = _Product(
             image, table.data_ptr(), out.data_ptr(),
             tokens, token_tiles, tiles, tiling.results, tiling.results,
@@ -126,14 +126,12 @@ class PackedProduct:
         self._launch(x, product, groups.most * tiling.count, stream)
 
     def _launch(self, x: Tensor, product: _Product, most_tiles: int, stream: int) -> None:
-        """Start it; `most_tiles` that clusters may take."""
+        """Start it; `most_tiles` that blocks may take."""
         form = self.form
-        box = Box(form.tokens // form.cluster, CHUNK_COLUMNS)
-        args = (tensor_map(hopper.address(x), *x.shape, box), product)
-        clusters = min(most_tiles, self._module.num_sms // form.cluster)
+        args = (tensor_map(hopper.address(x), *x.shape, Box(form.tokens, CHUNK_COLUMNS)), product)
         self._module.launch(
-            clusters * form.cluster, form.threads, form.shared_bytes, args, stream,
-            cooperative=False, cluster=form.cluster,
+            min(most_tiles, self._module.num_sms), form.threads, form.shared_bytes, args, stream,
+            cooperative=False,
         )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""Kernels whose blocks, or clusters of them, copy and multiply on their own, compiled by g++.
+"""Kernels whose blocks copy and multiply on their own, compiled by g++.
 
-Threads are coroutines in random order. Copies land at random times, and products are made
+A block's threads are coroutines in random order. Copies land at random times, and products are made
 as late as the kernel's waits allow: what is written too early, or read too soon, shows.
 """
 
@@ -67,59 +67,50 @@ inline u32 __byte_perm(u32 a, u32 b, u32 places) {
   return made;
 }
 
-constexpr u32 kRoom = 240 * 1024, kMost = 1024, kMostBlocks = 4;
-static u64 barriers[64];
+constexpr u32 kRoom = 240 * 1024, kMost = 1024;
+alignas(1024) static u8 shared[kRoom];
+static u64 barriers[128];
 constexpr u32 kBarriersAt = 1u << 20;
 struct Thread {
   ucontext_t context;
   bool ended;
   char stack[48 * 1024];
 };
-static Thread threads[kMostBlocks][kMost];
+static Thread threads[kMost];
 static ucontext_t scheduler;
 static u32 random_state, idle;
 static u32 next_random() { return (random_state = random_state * 1664525u + 1013904223u) >> 8; }
+inline void pause() { swapcontext(&threads[threadIdx.x].context, &scheduler); }
 
-// Blocks of a cluster run at once; `block` is that of the thread that runs.
 struct Meeting { u32 count = 0, round = 0; };
-struct Barrier { u32 arrivals, missing, phase; i64 bytes; };
-struct Block {
-  alignas(1024) u8 shared_memory[kRoom];
-  Meeting of_warps[kMost / 32], of_groups[3], of_block, named[16];
-  Barrier all_barriers[64];
-  u32 left[kMost];
-};
-static Block cluster_memory[kMostBlocks];
-static u32 here, block_threads, cluster_blocks = 1;
-static Meeting of_cluster;
-static Block* block = cluster_memory;
-static u8* shared = block->shared_memory;
-static u32 be_in(u32 rank) {
-  block = cluster_memory + rank, shared = block->shared_memory;
-  return std::exchange(here, rank);
-}
-inline void pause() { swapcontext(&threads[here][threadIdx.x].context, &scheduler); }
+static u32 block_threads;
+static Meeting of_warps[kMost / 32], of_groups[3], of_block, named[16];
 inline void meet(Meeting& at, u32 count) {
   const u32 round = at.round;
   if (++at.count == count) at.count = 0, ++at.round, idle = 0;
   while (at.round == round) pause();
 }
-inline void __syncwarp() { meet(block->of_warps[threadIdx.x / 32], 32); }
-inline void __syncthreads() { meet(block->of_block, block_threads); }
-inline void meet_at(u32 barrier, u32 count) { meet(block->named[barrier], count); }
-inline u32 cluster_rank() { return here; }
-inline void meet_cluster() { meet(of_cluster, cluster_blocks * block_threads); }
+inline void __syncwarp() { meet(of_warps[threadIdx.x / 32], 32); }
+inline void __syncthreads() { meet(of_block, block_threads); }
+inline void meet_at(u32 barrier, u32 count) { meet(named[barrier], count); }
+inline void await_turn(u32 barrier, u32 count) { meet(named[barrier], count); }
+inline void give_turn(u32 barrier, u32 count) {
+  Meeting& at = named[barrier];
+  if (++at.count == count) at.count = 0, ++at.round, idle = 0;
+}
+inline u32 kept(u32 x) { return x; }
+static u32 left[kMost];
 inline u32 __shfl_sync(u32, u32 x, u32 from) {
-  block->left[threadIdx.x] = x;
+  left[threadIdx.x] = x;
   __syncwarp();
-  const u32 found = block->left[threadIdx.x / 32 * 32 + from];
+  const u32 found = left[threadIdx.x / 32 * 32 + from];
   __syncwarp();
   return found;
 }
 inline u32 __shfl_up_sync(u32, u32 x, u32 by) {
-  block->left[threadIdx.x] = x;
+  left[threadIdx.x] = x;
   __syncwarp();
-  const u32 found = block->left[threadIdx.x - (threadIdx.x % 32 >= by ? by : 0)];
+  const u32 found = left[threadIdx.x - (threadIdx.x % 32 >= by ? by : 0)];
   __syncwarp();
   return found;
 }
@@ -127,10 +118,10 @@ inline u32 __shfl_xor_sync(u32, u32 x, u32 by) {
   return __shfl_sync(~0u, x, threadIdx.x % 32 ^ by);
 }
 template <class Fold> u32 folded(u32 x, const Fold& fold) {
-  block->left[threadIdx.x] = x;
+  left[threadIdx.x] = x;
   __syncwarp();
   u32 all = x;
-  for (u32 i = 0; i < 32; ++i) all = fold(all, block->left[threadIdx.x / 32 * 32 + i]);
+  for (u32 i = 0; i < 32; ++i) all = fold(all, left[threadIdx.x / 32 * 32 + i]);
   __syncwarp();
   return all;
 }
@@ -141,16 +132,18 @@ inline u32 __reduce_min_sync(u32, u32 x) {
   return folded(x, [](u32 a, u32 b) { return a < b ? a : b; });
 }
 inline u32 __ballot_sync(u32, bool x) {
-  block->left[threadIdx.x] = x;
+  left[threadIdx.x] = x;
   __syncwarp();
   u32 all = 0;
-  for (u32 i = 0; i < 32; ++i) all |= block->left[threadIdx.x / 32 * 32 + i] << i;
+  for (u32 i = 0; i < 32; ++i) all |= left[threadIdx.x / 32 * 32 + i] << i;
   __syncwarp();
   return all;
 }
 
 // Barriers of shared memory, and copies that land when the scheduler says so.
-inline Barrier& barrier_at(u32 at) { return block->all_barriers[(at - kBarriersAt) / 8]; }
+struct Barrier { u32 arrivals, missing, phase; i64 bytes; };
+static Barrier all_barriers[128];
+inline Barrier& barrier_at(u32 at) { return all_barriers[(at - kBarriersAt) / 8]; }
 inline void settle(Barrier& b) {
   if (b.missing || b.bytes) return;
   b.missing = b.arrivals, ++b.phase, idle = 0;
@@ -161,6 +154,7 @@ inline void mbarrier_arrive(u32 at) {
   if (!b.missing--) std::abort();
   settle(b);
 }
+inline void mbarrier_arrive_after(u32, u32 at) { mbarrier_arrive(at); }
 inline void mbarrier_expect(u32 at, u32 bytes) {
   barrier_at(at).bytes += bytes;
   mbarrier_arrive(at);
@@ -169,23 +163,11 @@ inline void wait_or_trap(u32 at, u32 parity) {
   while (barrier_at(at).phase % 2 == parity) pause();
 }
 inline void publish_barriers() {}
-// A barrier of another block of the cluster: its number stands above the place.
-constexpr u32 kBlockBit = 24;
-inline u32 address_in(u32 rank, u32 at) { return at | (rank + 1) << kBlockBit; }
-inline void arrive_relaxed(u32 at) {
-  const u32 own = be_in((at >> kBlockBit) - 1);
-  mbarrier_arrive(at & ((1u << kBlockBit) - 1));
-  be_in(own);
-}
-struct Copy {
-  std::function<void()> land;
-  u32 rank = here;  // of the block to whose memory it goes
-};
+struct Copy { std::function<void()> land; };
 static std::deque<Copy> copies;
 inline void land_one() {
   if (copies.empty()) return;
   std::swap(copies[next_random() % copies.size()], copies.back());
-  be_in(copies.back().rank);
   copies.back().land();
   copies.pop_back();
   idle = 0;
@@ -203,6 +185,7 @@ inline u32 shared_address(const void* p) { return p == barriers ? kBarriersAt : 
 inline uint4 load_shared(u32 at) { return load_from<uint4>(at); }
 inline uint2 load_shared2(u32 at) { return load_from<uint2>(at); }
 inline u32 load_shared1(u32 at) { return load_from<u32>(at); }
+inline void prefetch_to_l2(const void*) {}
 inline void store_shared1(u32 at, u32 x) { std::memcpy(shared + at, &x, 4); }
 
 inline float from_fp16(u16 x) { return static_cast<float>(bits_to<_Float16>(x)); }
@@ -217,6 +200,12 @@ inline u16 to_half(float x) {
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_pair(float low, float high) { return to_half(low) | to_half(high) << 16; }
+inline u32 add_pairs(u32 a, u32 b) {
+  return pack_pair(low_half(a) + low_half(b), high_half(a) + high_half(b));
+}
+inline u32 multiply_pairs(u32 a, u32 b) {
+  return pack_pair(low_half(a) * low_half(b), high_half(a) * high_half(b));
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 template <u32 kCount> void keep_registers() {}
 template <u32 kCount> void gain_registers() {}
@@ -227,45 +216,33 @@ struct SlotState {
   void next() { if (++slot == kSlots) slot = 0, round ^= 1; }
 };
 
-// Runs a cluster from block `first` on, each block of so many threads; whether all ended, and
-// nothing is under way.
-static bool run_cluster(void (*thread)(), u32 count, u32 first, u32 cluster) {
-  block_threads = count, cluster_blocks = cluster;
-  of_cluster = Meeting{};
-  for (u32 rank = 0; rank < cluster; ++rank) {
-    be_in(rank);
-    std::memset(shared, 0xFF, kRoom);
-    for (u32 i = 0; i < count; ++i) {
-      Thread& own = threads[here][i];
-      getcontext(&own.context);
-      own.context.uc_stack.ss_sp = own.stack;
-      own.context.uc_stack.ss_size = sizeof own.stack;
-      own.ended = false;
-      makecontext(&own.context, thread, 0);
-    }
+// Runs a block of so many threads; whether all ended, and nothing is under way.
+static bool run_block(void (*thread)(), u32 count) {
+  block_threads = count;
+  std::memset(shared, 0xFF, sizeof shared);
+  for (Thread& thread : threads) thread.ended = true;
+  for (u32 i = 0; i < count; ++i) {
+    getcontext(&threads[i].context);
+    threads[i].context.uc_stack.ss_sp = threads[i].stack;
+    threads[i].context.uc_stack.ss_size = sizeof threads[i].stack;
+    threads[i].ended = false;
+    makecontext(&threads[i].context, thread, 0);
   }
+  for (Meeting& at : named) at = Meeting{};  // where a turn was given that nobody took
   idle = 0;
-  const u32 all = cluster * count;
   for (bool runs = true; runs;) {
     runs = false;
     if (++idle > 2000) return false;
-    const u32 start = next_random() % all;
-    for (u32 i = 0; i < all; ++i) {
-      const u32 id = (start + i) % all;
-      be_in(id / count);
-      threadIdx.x = id % count, blockIdx.x = first + here;
-      if (threads[here][threadIdx.x].ended) continue;
+    const u32 start = next_random() % count;
+    for (u32 i = 0; i < count; ++i) {
+      threadIdx.x = (start + i) % count;
+      if (threads[threadIdx.x].ended) continue;
       runs = true;
-      swapcontext(&scheduler, &threads[here][threadIdx.x].context);
+      swapcontext(&scheduler, &threads[threadIdx.x].context);
     }
     for (u32 n = next_random() % 8; n; --n) land_one();
   }
-  be_in(0);
-  blockIdx.x = first;
   return copies.empty();
-}
-static bool run_block(void (*thread)(), u32 count) {
-  return run_cluster(thread, count, blockIdx.x, 1);
 }
 """
 
@@ -274,7 +251,7 @@ static bool run_block(void (*thread)(), u32 count) {
 PRODUCTS_IN_FLIGHT = r"""
 template <u32 kInFlight> void wait_for_products() {
   const u32 first = threadIdx.x / 128 * 128;
-  Meeting& group = block->of_groups[threadIdx.x / 128];
+  Meeting& group = of_groups[threadIdx.x / 128];
   meet(group, 128);
   if (threadIdx.x == first) {
     const auto in_flight = [&] {

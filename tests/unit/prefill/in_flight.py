@@ -99,7 +99,7 @@ def _next(code: list[str], labels: dict[str, int], at: int, text: str) -> Iterat
     branch = _BRANCH.match(text)
     if branch and (is_sure or not any("HGMMA" in one for one in code[at : labels[branch[1]]])):
         yield labels[branch[1]]
-    if not (is_sure and (branch or text.startswith(("EXIT", "RET")))):
+    if not (is_sure and (branch or text.startswith(("EXIT", "RET", "BPT.TRAP")))):
         yield at + 1
 
 

@@ -1,6 +1,7 @@
 """The kernel of products with packed matrices, compiled by g++ (see `block_on_host`)."""
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 from soloist.jit.source import Source
@@ -9,7 +10,8 @@ from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_sha
 
 _SHIMS = (
     "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/tensor.cuh",
-    "ptx/transposed.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh", "ptx/e4m3.cuh", "sync/slots.cuh",
+    "ptx/transposed.cuh", "ptx/turns.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh", "ptx/e4m3.cuh",
+    "ptx/pairs.cuh", "ptx/prefetch.cuh", "sync/slots.cuh",
 )  # fmt: skip
 
 _OWN = r"""
@@ -19,29 +21,17 @@ inline void load_box(u32 to, const TensorMap& map, u32 column, u32 row, u32 barr
   const u16* const from = reinterpret_cast<const u16*>(map.words[0]);
   const u64 rows = map.words[1], columns = map.words[2];
   if (to % 1024) std::abort();
-  constexpr u32 kBoxRows = kTokens / kCluster;
   copies.push_back({[=] {
-    for (u32 i = 0; i < kBoxRows; ++i)
+    for (u32 i = 0; i < kTokens; ++i)
       for (u32 c = 0; c < 64; ++c) {
         const bool is_inside = row + i < rows && column + c < columns;
         const u16 value = is_inside ? from[(row + i) * columns + column + c] : 0;
         std::memcpy(shared + to + swizzled(i, c / 8) + c % 8 * 2, &value, 2);
       }
-    barrier_at(barrier).bytes -= kBoxRows * 128, settle(barrier_at(barrier));
+    barrier_at(barrier).bytes -= kTokens * 128, settle(barrier_at(barrier));
   }});
 }
-// Each block's at a time of its own.
-inline void load_box_for(u16 blocks, u32 to, const TensorMap& map, u32 column, u32 row,
-                         u32 barrier) {
-  const u32 own = here;
-  for (u32 rank = 0; rank < cluster_blocks; ++rank) {
-    be_in(rank);
-    if (blocks >> rank & 1) load_box(to, map, column, row, barrier);
-  }
-  be_in(own);
-}
-static u32 words_left[kMostBlocks][kMost][4];
-#define word_left words_left[here]
+static u32 word_left[kMost][4];
 inline void store_matrices_transposed(u32 column, const u32 (&words)[4]) {
   const u32 first = threadIdx.x / 32 * 32, lane = threadIdx.x % 32;
   std::memcpy(word_left[threadIdx.x], words, 16);
@@ -66,15 +56,15 @@ inline u32 fp16_of_e4m3(u16 two) {
 }
 // Products of a group of four warps, made when they are waited for.
 constexpr u32 kWgmmaDepth = 16;
-struct Issued { float* sums; uint4 a; u64 b; u32 adds; bool commits; };
-static std::deque<Issued> issued_by[kMostBlocks][kMost];
-#define issued issued_by[here]
+// Operands are read as late as sums are made.
+struct Issued { float* sums; const uint4* a; u64 b; u32 adds; bool commits; };
+static std::deque<Issued> issued[kMost];
 inline u64 wgmma_operand(u32 at) { return at; }
 inline u64 along(u64 operand, u32 values) { return operand + values * 2; }
 inline void begin_products() {}
 inline void finish_operand(uint4&) {}
-inline void multiply_rows(float (&s)[kTokens / 2], uint4 a, u64 b, u32 adds) {
-  issued[threadIdx.x].push_back({s, a, b, adds, false});
+inline void multiply_rows(float (&s)[kTokens / 2], const uint4& a, u64 b, u32 adds) {
+  issued[threadIdx.x].push_back({s, &a, b, adds, false});
 }
 inline void commit_products() { issued[threadIdx.x].back().commits = true; }
 inline float shared_value(u64 at) {
@@ -84,7 +74,7 @@ static void multiply_oldest(u32 first) {
   static float rows[64][16];
   for (u32 t = 0; t < 128; ++t) {
     const Issued& own = issued[first + t].front();
-    const u32 words[4] = {own.a.x, own.a.y, own.a.z, own.a.w};
+    const u32 words[4] = {own.a->x, own.a->y, own.a->z, own.a->w};
     for (u32 i = 0; i < 4; ++i) {
       const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * 8 + t % 4 * 2;
       rows[row][k] = low_half(words[i]), rows[row][k + 1] = high_half(words[i]);
@@ -115,7 +105,7 @@ static TensorMap map;
 static Product product;
 static void run_thread() {
   packed_product(map, product);
-  threads[here][threadIdx.x].ended = true;
+  threads[threadIdx.x].ended = true;
   pause();
 }
 // Returns whether all blocks ended.
@@ -125,12 +115,11 @@ extern "C" int run(const u16* x, const u8* image, const u8* table, u8* out, u32 
   map.words[0] = reinterpret_cast<u64>(x), map.words[1] = tokens, map.words[2] = columns;
   const u32 token_tiles = (tokens + kTokens - 1) / kTokens;
   product = {image, reinterpret_cast<const Half*>(table), out, tokens, token_tiles,
-             token_tiles * ((row_tiles + kCluster - 1) / kCluster) * kParts, pitch, results};
+             token_tiles * row_tiles * kParts, pitch, results};
   gridDim.x = blocks;
-  for (u32 first = 0; first < blocks; first += kCluster) {
-    if (!run_cluster(run_thread, kPackedThreads, first, kCluster)) return 0;
-    for (const auto& of_block : issued_by)
-      for (const auto& own : of_block) if (!own.empty()) return 0;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    if (!run_block(run_thread, kPackedThreads)) return 0;
+    for (const auto& own : issued) if (!own.empty()) return 0;
   }
   return 1;
 }
@@ -167,7 +156,7 @@ inline u32 atomicAdd(u32* at, u32 x) { return std::exchange(*at, *at + x); }
 static std::function<void()> thread_of_block;
 static void run_any_thread() {
   thread_of_block();
-  threads[here][threadIdx.x].ended = true;
+  threads[threadIdx.x].ended = true;
   pause();
 }
 extern "C" int run_route(const u16* x, const float4* router, float* logits, u32 tokens) {
@@ -225,23 +214,40 @@ extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, 
 }
 """
 
+NUMBERS_MAIN = r"""
+#include "world.h"
+#include "tile/fragments.cuh"
 
-# What the world wants to know of a product, for kernels that are none.
-_NO_PRODUCT = "constexpr unsigned kPackedThreads = 256u, kTokens = 8u, kCluster = 1u;\n"
+// Four codes, a byte each, times every scale.
+extern "C" void run_numbers(u32 codes, uint2* out) {
+  for (u32 scale = 0; scale < 1 << 16; ++scale) out[scale] = numbers_of(codes, twice(scale), 0u);
+}
+"""
+
+_NO_PRODUCT = "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
 
 
-def built(form: Form, folder: Path) -> ctypes.CDLL:
-    """The kernel of a form."""
+def built(form: Form, folder: Path, changes: Mapping[str, str] | None = None) -> ctypes.CDLL:
+    """The kernel of a form, with mistakes: what stands in its text, and what in that place."""
     header = form.source.header
     header = header[: header.index("__device__ __forceinline__ void multiply_rows")]
     main = GROUPED_MAIN if form.grouped else MAIN
-    return _compiled(header, without_shared(form.source.text), main, folder)
+    text = without_shared(form.source.text)
+    for right, wrong in (changes or {}).items():
+        assert text.count(right) == 1, "one place"
+        text = text.replace(right, wrong)
+    return _compiled(header, text, main, folder)
 
 
 def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `rows_source`."""
     header = source.header + _NO_PRODUCT
     return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def built_numbers(source: Source, folder: Path) -> ctypes.CDLL:
+    """What becomes of codes, of the same source."""
+    return _compiled(source.header + _NO_PRODUCT, "", NUMBERS_MAIN, folder)
 
 
 def built_expert_rows(source: Source, folder: Path) -> ctypes.CDLL:

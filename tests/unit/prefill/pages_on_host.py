@@ -39,11 +39,6 @@ inline bool mbarrier_try_wait(u32 at, u32 parity) {
   pause();
   return false;
 }
-inline void await_turn(u32 barrier, u32 threads) { meet(block->named[barrier], threads); }
-inline void give_turn(u32 barrier, u32 threads) {
-  Meeting& at = block->named[barrier];
-  if (++at.count == threads) at.count = 0, ++at.round, idle = 0;
-}
 inline void compute_first(bool) {}
 inline void keep_factor(u32&) {}
 inline void fence_async_proxy_shared() {}
@@ -152,7 +147,7 @@ struct Launch {
 static Launch launch;
 static u32 num_blocks;
 static void end() {
-  threads[here][threadIdx.x].ended = true;
+  threads[threadIdx.x].ended = true;
   pause();
 }
 static void attend_thread() {
@@ -171,7 +166,7 @@ extern "C" int run(const Launch* given, u32 blocks, u32 merging, u32 seed) {
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     if (!run_block(attend_thread, kAttendThreads)) return 0;
     for (const auto& own : issued) if (!own.empty()) return 0;
-    for (const Meeting& one : block->named) if (one.count) return 0;
+    for (const Meeting& one : named) if (one.count) return 0;
   }
   for (blockIdx.x = 0; blockIdx.x < merging; ++blockIdx.x)
     if (!run_block(merge_thread, kComputing)) return 0;

@@ -66,7 +66,7 @@ class OnHost:
     libraries: ClassVar[dict[Form, ctypes.CDLL]] = {}  # of all tests
 
     def __init__(self, form: Form, _: Path | None) -> None:
-        self.form = replace(form, most_slots=3)
+        self.form = replace(form, token_slots=3, most_weight_slots=3)
         if form not in self.libraries:
             self.libraries[form] = built(self.form, self.folder / str(len(self.libraries)))
         self._library = self.libraries[form]

@@ -21,10 +21,10 @@ from soloist.model.dtype import Dtype
 from soloist.prefill.fragments import fragments, tiled
 from soloist.prefill.packed_form import (
     ARCH,
-    CLUSTERS,
     ENTRY,
     MOST_PARTED_TOKENS,
     ROWS_ENTRIES,
+    TOKEN_SLOTS,
     WIDTHS,
     Form,
     Out,
@@ -75,10 +75,8 @@ def some(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
 def test_every_format_compiles_without_spills(kind: str) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
-        # Two chunks of four products a turn.
+        # Two chunks of four products.
         assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 8
-    for cluster in CLUSTERS[1:]:
-        compiled(replace(form_of(matrix, Dtype.BF16, 256, Out.VALUES), cluster=cluster))
     compiled(form_of(matrix, Dtype.FP16, 8, Out.WIDE))
     compiled(form_of(matrix, Dtype.BF16, 128, Out.GATED))
 
@@ -99,27 +97,25 @@ def test_every_matrix_of_public_shapes_compiles(name: str, tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
-def test_variants_to_be_timed_compile(kind: str, groups: int, direct: bool) -> None:
+def test_variants_to_be_timed_compile(kind: str, groups: int) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for tokens in WIDTHS[1:]:
         for out in (Out.VALUES, Out.ARRANGED):
             form = form_of(matrix, Dtype.BF16, tokens, out)
-            compiled(replace(form, groups=groups, direct=direct))
+            compiled(replace(form, groups=groups))
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["slots", "direct"])
 @pytest.mark.parametrize("kind", some(["plain", "int4", "fp8-block", "int8-zeros"], ("plain",)))
-def test_no_operand_changes_under_a_product(kind: str, direct: bool, tmp_path: Path) -> None:
+def test_no_operand_changes_under_a_product(kind: str, tmp_path: Path) -> None:
     if (nvdisasm := disassembler()) is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
-    for tokens, groups in ((256, 1), (64, 2)):
+    for tokens, groups in ((256, 2), (256, 1), (64, 2)):
         form = form_of(matrix, Dtype.BF16, tokens, Out.VALUES)
         file = tmp_path / "product.cubin"
-        file.write_bytes(compiled(replace(form, groups=groups, direct=direct)).data)
+        file.write_bytes(compiled(replace(form, groups=groups)).data)
         assert overwritten(file, nvdisasm) == []
 
 
@@ -133,10 +129,13 @@ def test_kernels_beside_them_compile() -> None:
 def test_slots_fill_shared_memory() -> None:
     matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
     form = form_of(matrix, Dtype.BF16, 256, Out.VALUES)
-    assert form.slots == 4
-    assert replace(form, most_slots=3).slots == 3
-    assert form.shared_bytes <= TYPICAL[ARCH].shared_bytes < form.shared_bytes + form.slot_bytes
-    assert replace(form, direct=True).slots > form.slots
+    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows; three slots at least.
+    by_slots = [replace(form, token_slots=n) for n in TOKEN_SLOTS]
+    assert [one.weight_chunks for one in by_slots] == [2, 1, 1]
+    assert [one.weight_slots for one in by_slots] == [3, 5, 3]
+    assert replace(form, most_weight_slots=3).weight_slots == 3
+    left = TYPICAL[ARCH].shared_bytes - form.shared_bytes
+    assert 0 <= left < form.weight_slot_bytes + 1024
 
 
 def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> Tensor:
@@ -145,7 +144,7 @@ def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> 
     stream = torch.cuda.current_stream().cuda_stream
     results = matrix.rows // (2 if gated else 1)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, table = tiled(found, each, results, form.cluster)
+    tiling, table = tiled(found, each, results)
     device, image = torch.device("cuda"), case.image.cuda()
     dtype = torch.float32 if form.out is Out.WIDE else x.dtype
     rows = form.parts * len(x)
@@ -185,14 +184,11 @@ def test_weights_are_what_unpacking_gives_on_the_gpu(kind: str, shape: str, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("groups", "direct", "cluster"),
-    [(1, False, 1), (1, True, 1), (2, False, 1), (2, True, 1), (2, False, 2), (2, False, 4)],
-)
+@pytest.mark.parametrize(("groups", "token_slots"), [(1, 4), (2, 4), (2, 3), (2, 5)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
 def test_products_are_those_of_torch_on_the_gpu(
-    kind: str, dtype: Dtype, groups: int, direct: bool, cluster: int, tmp_path: Path
+    kind: str, dtype: Dtype, groups: int, token_slots: int, tmp_path: Path
 ) -> None:
     """A row has the same bits among any number of rows, in tiles of any width."""
     needs_hopper()
@@ -203,12 +199,29 @@ def test_products_are_those_of_torch_on_the_gpu(
     first = None
     for tokens, width in ((2048, 256), (1500, 128), (64, 64), (300, 256), (1, 8)):
         form = form_of(case.operation.matrix, dtype, width, Out.VALUES)
-        shared = cluster if width > WIDTHS[0] else 1
-        form = replace(form, groups=groups, direct=direct, cluster=shared)
+        form = replace(form, groups=groups, token_slots=token_slots)
         seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
         first = seen if first is None else first
         assert torch.equal(seen, first[:tokens])
     assert (first.double() - wanted).norm() <= BOUNDS[x.dtype] * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", [3, 4, 5])
+@pytest.mark.parametrize("out", [Out.VALUES, Out.WIDE])
+def test_groups_without_rows_give_back_what_comes_on_the_gpu(
+    out: Out, each: int, tmp_path: Path
+) -> None:
+    """In all tiles, in the last one, or in none."""
+    needs_hopper()
+    case = packed_matrix("plain", (4096 + 64, 2048, SHAPES["one block"][2], 100, 3))
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(700, 2048, generator=draw, device="cuda").to(torch.bfloat16)
+    wanted = x.double() @ case.numbers.cuda().double().T
+    form = form_of(case.operation.matrix, Dtype.BF16, 128, out)
+    for _ in range(20):
+        seen = multiplied(case, form, x, each, tmp_path)
+        assert (seen.double() - wanted).norm() <= 4e-3 * wanted.norm()
 
 
 @pytest.mark.gpu
@@ -219,9 +232,8 @@ def test_parts_of_the_columns_are_added_on_the_gpu(kind: str, tmp_path: Path) ->
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(128, 2048, generator=draw, device="cuda").to(torch.bfloat16)
     wanted = x.double() @ case.numbers.cuda().double().T
-    for tokens, parts, cluster in ((128, 2, 1), (100, 8, 1), (8, 4, 1), (128, 4, 2), (100, 2, 4)):
+    for tokens, parts in ((128, 2), (100, 8), (8, 4)):
         width = next(width for width in WIDTHS if width >= tokens)
         form = form_of(case.operation.matrix, Dtype.BF16, width, Out.WIDE)
-        form = replace(form, parts=parts, cluster=cluster)
-        seen = multiplied(case, form, x[:tokens].contiguous(), 8, tmp_path)
+        seen = multiplied(case, replace(form, parts=parts), x[:tokens].contiguous(), 8, tmp_path)
         assert (seen.double() - wanted[:tokens]).norm() <= 4e-3 * wanted[:tokens].norm()

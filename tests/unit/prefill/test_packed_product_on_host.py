@@ -1,6 +1,7 @@
 """The kernel of products with packed matrices, compiled by g++, against torch."""
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,22 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import arranged_columns, fragments, tiled
-from soloist.prefill.packed_form import Form, Out, form_of
+from soloist.prefill.packed_form import Form, Out, form_of, rows_source
 from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
-from unit.prefill.packed_on_host import built
+from unit.prefill.packed_on_host import built, built_numbers
 
 UNTOUCHED = -7.0
-BLOCKS = 4
+BLOCKS = 2
 
 
 def form(case: Packed, tokens: int, out: Out, **changes: object) -> Form:
     own = form_of(case.operation.matrix, case.plan.dtype, tokens, out)
-    return replace(own, most_slots=3, **changes)
+    return replace(own, **{"token_slots": 3, "most_weight_slots": 3, **changes})
 
 
-def product(case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: int = 1) -> Tensor:
+def product(
+    case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: int = 1,
+    changes: Mapping[str, str] | None = None,
+) -> Tensor:  # fmt: skip
     """The kernel's result, with a row and a column behind it that it must not touch."""
     matrix = case.operation.matrix
     gated = own.out in (Out.GATED, Out.ARRANGED)
@@ -32,12 +39,12 @@ def product(case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: i
     dtype = torch.float32 if own.out is Out.WIDE else x.dtype
     out = torch.full((own.parts * len(x) + 1, pitch), UNTOUCHED, dtype=dtype)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, words = tiled(found, each, results, own.cluster)
+    tiling, words = tiled(found, each, results)
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     arranged = x[:, arranged_columns(matrix.columns)].contiguous()
     image = case.image.contiguous()
     places = [ctypes.c_void_p(t.data_ptr()) for t in (arranged, image, table, out)]
-    library = built(own, folder)
+    library = built(own, folder, changes)
     numbers = (len(x), matrix.columns, tiling.count, pitch, results, BLOCKS, seed)
     assert library.run(*places, *map(ctypes.c_uint32, numbers)), "somebody waits forever"
     assert (out[own.parts * len(x) :] == UNTOUCHED).all()
@@ -87,22 +94,75 @@ def test_weights_are_the_numbers_that_unpacking_gives(
     assert torch.equal(seen, case.numbers[:, picked].float().T)
 
 
-@pytest.mark.parametrize(
-    "direct", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["slots", "direct"]
-)
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("codes", [Codes.INT4, Codes.INT8])
+def test_pairs_are_rounded_once(codes: Codes, dtype: Dtype, tmp_path: Path) -> None:
+    """Every code with every scale is what fp32, which has all of their products, is rounded to."""
+    stored = quantized_format(Quantized(codes, 128, dtype))
+    library = built_numbers(rows_source(stored, dtype, 4), tmp_path)
+    kind = TORCH_DTYPES[dtype]
+    scales = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
+    finite = scales.isfinite()
+    signed = codes is Codes.INT8
+    for first in range(-128, 128, 4) if signed else range(0, 16, 4):
+        four = range(first, first + 4)
+        word = sum((code & 0xFF) << 8 * i for i, code in enumerate(four))
+        seen = torch.empty(1 << 16, 4, dtype=torch.int16)
+        library.run_numbers(word, ctypes.c_void_p(seen.data_ptr()))
+        values = torch.tensor([code - (0 if signed else 8) for code in four], dtype=torch.float32)
+        wanted = (scales[:, None].float() * values).to(kind).view(torch.int16)
+        assert torch.equal(seen[finite], wanted[finite])
+
+
 @pytest.mark.parametrize(
     ("kind", "groups", "each", "tokens", "width"),
-    [("plain", 2, 8, 70, 64), ("plain", 1, 3, 9, 8), ("int4", 2, 5, 130, 128),
-     ("fp8-block", 2, 8, 64, 64), ("int8-zeros", 1, 4, 64, 64)],
+    [("plain", 2, 8, 70, 64), ("plain", 2, 5, 9, 8), ("plain", 1, 3, 9, 8),
+     ("int4", 2, 5, 130, 128), ("fp8-block", 2, 8, 64, 64), ("int8-zeros", 1, 4, 64, 64),
+     pytest.param("int4", 2, 3, 130, 128, marks=pytest.mark.slow),
+     pytest.param("plain", 2, 7, 70, 64, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_products_are_those_of_torch(
-    kind: str, groups: int, each: int, tokens: int, width: int, direct: bool, tmp_path: Path
+    kind: str, groups: int, each: int, tokens: int, width: int, tmp_path: Path
 ) -> None:
+    """Also where the second group has no rows in some tiles, or in any."""
     case = packed_matrix(kind, SHAPES["halves left over"])
     x = activations(case, tokens)
-    own = form(case, width, Out.VALUES, groups=groups, direct=direct)
+    own = form(case, width, Out.VALUES, groups=groups)
     seen = product(case, own, x, tmp_path, each)
     close(seen, x.double() @ case.numbers.double().T, 3e-3)
+
+
+# What stands in the kernel, and mistakes in its place.
+FREE_TOKENS = "if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);\n      "
+FREE_WEIGHTS = "if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);"
+PAUSES = "for (u32 i = 0; i < 9; ++i) pause();"
+MISTAKES = {
+    "tokens are given back early": {
+        f"wait_for_products<0>();\n      {FREE_TOKENS}": (
+            f"{FREE_TOKENS}{PAUSES} wait_for_products<0>();\n      "
+        )
+    },
+    "weights are given back unread": {
+        "const u32 run = chunk % kRuns": (
+            f"if (chunk % kWeightChunks == 0) {{ {FREE_WEIGHTS} }} {PAUSES} "
+            "const u32 run = chunk % kRuns"
+        ),
+        "if (lane == 0) mbarrier_arrive_after": "if (false) mbarrier_arrive_after",
+    },
+    "operands change under products": {"convert(next);": "convert(now);"},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_show(mistake: str, tmp_path: Path) -> None:
+    """So the other tests would find them. With the fewest slots somebody else is quick to write."""
+    case = packed_matrix("plain", SHAPES["two groups"])
+    x = activations(case, 130)
+    own = form(case, 64, Out.VALUES, token_slots=1, most_weight_slots=1)
+    right = product(case, own, x, tmp_path / "right", 8)
+    close(right, x.double() @ case.numbers.double().T, 3e-3)
+    wrong = product(case, own, x, tmp_path / "wrong", 8, changes=MISTAKES[mistake])
+    assert not torch.equal(wrong, right)
 
 
 @pytest.mark.parametrize("out", [Out.GATED, Out.ARRANGED])
@@ -128,29 +188,6 @@ def test_bits_do_not_depend_on_the_tile(kind: str, tmp_path: Path) -> None:
     ]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0][:20], seen[2])
-
-
-@pytest.mark.parametrize(
-    ("kind", "cluster", "out", "each", "parts"),
-    [
-        ("plain", 2, Out.VALUES, 8, 1), ("plain", 4, Out.VALUES, 3, 1),
-        ("int4", 2, Out.VALUES, 5, 1), ("plain", 2, Out.WIDE, 3, 2),
-        pytest.param("fp8-block", 4, Out.VALUES, 8, 1, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_blocks_of_a_cluster_share_the_copying_of_tokens(
-    kind: str, cluster: int, out: Out, each: int, parts: int, tmp_path: Path
-) -> None:
-    """Also where the last cluster has fewer tiles of rows than blocks."""
-    case = packed_matrix(kind, SHAPES["one block" if parts > 1 else "heads"])
-    x = activations(case, 130)
-    alone, together = (
-        product(
-            case, form(case, 64, out, parts=parts, cluster=count), x, tmp_path / str(count), each
-        )
-        for count in (1, cluster)
-    )
-    assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("plain", 4), ("int4", 4)])

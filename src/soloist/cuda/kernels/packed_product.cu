@@ -4,12 +4,13 @@
 // each warp's 16 rows lie, and where their results go, is in a table (prefill/fragments.py). Activations come with the words of 32
 // columns transposed (`arranged_column` there). Weights that are no numbers of 16 bits become such in registers.
 //
-// In a block one warp has chunks of 64 columns copied to slots, tokens and weights, and kGroups groups of four warps multiply 64 rows
-// each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what lies beside it do not
-// matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32. Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
+// Tokens of 64 columns, a chunk, come to slots of a ring, and the weights of kWeightChunks of them to slots of another. A warp issues
+// a bulk copy in some 60 cycles, lane by lane: so a copy brings several chunks, and kWeightWarps share the weights. kGroups groups of
+// four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
+// lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
+// Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
-// kCluster blocks may be a cluster: they have the same tokens and neighbouring tiles of rows, and each has a share of the tokens copied
-// for all of them. So the L2 gives tokens once for a cluster, and a slot is free once all of its blocks have read it.
+// While a group's products are made it makes the next chunk's operands, and reads the weights of the one after from shared memory.
 //
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
@@ -19,6 +20,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tensor.cuh"
 #include "ptx/transposed.cuh"
+#include "ptx/turns.cuh"
 #include "ptx/wgmma.cuh"
 #include "sync/slots.cuh"
 #include "tile/fragments.cuh"
@@ -26,28 +28,33 @@
 
 inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
 inline constexpr u32 kTokenBytes = kTokens * kChunkColumns * 2;
-// Of a cluster's tokens, those that each block has copied.
-inline constexpr u32 kShareTokens = kTokens / kCluster, kShareBytes = kTokenBytes / kCluster;
-// Straight to registers weights need no slots.
-inline constexpr u32 kWeightBytes = kDirect ? 0 : kFragments * kFragmentBytes;
-inline constexpr u32 kSlotBytes = kTokenBytes + kWeightBytes;
+// Of a slot's chunks, the next but one follows in memory where steps are paired: a half's part of them is copied in two runs.
+inline constexpr u32 kRuns = kPairsSteps && kWeightChunks > 1 ? 2 : 1, kRunChunks = kWeightChunks / kRuns;
+inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
+inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
+inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
 // Results leave through a warp's own shared memory, 32 tokens at a time, of which kLeaving are there.
 inline constexpr u32 kBatch = 32, kLeaving = kTokens < kBatch ? kTokens : kBatch;
 inline constexpr u32 kWideRowBytes = 80;  // 16 values of 4 bytes, so spread that no bank has two of them
 inline constexpr u32 kLeavingBytes = kBatch * (kOut == Out::kWide ? kWideRowBytes : 32);
 
-static_assert(kPackedShared == kPackedSlots * kSlotBytes + kMultiplyingWarps * kLeavingBytes, "slots and results");
+static_assert(kPackedShared == kTokenRing + kWeightRing + kMultiplyingWarps * kLeavingBytes, "slots and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
-static_assert(kSlotBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
-static_assert(!kGrouped || (kParts == 1 && kCluster == 1), "rows of an expert are many, and pieces not alike");
-static_assert(kShareBytes * kCluster == kTokenBytes && kShareBytes % 1024 == 0, "equal shares, swizzled in whole kilobytes");
+static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
+static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
+static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
 
-struct Slots {
-  u32 data, full, empty;  // barriers have 8 bytes each
+// Slots, and their barriers of 8 bytes each.
+struct Ring {
+  u32 data, full, empty;
 };
-using Turn = SlotState<kPackedSlots>;
+struct Rings {
+  Ring tokens, weights;
+};
+using TokenSlot = SlotState<kTokenSlots>;
+using WeightSlot = SlotState<kWeightSlots>;
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -73,62 +80,58 @@ struct Tile {
       image = product.image + piece.x * product.expert_bytes;
     } else {
       token = tile % product.token_tiles * kTokens, row_tile = tile / product.token_tiles / kParts;
-      if constexpr (kCluster > 1) row_tile = row_tile * kCluster + cluster_rank();
       part = kParts > 1 ? tile / product.token_tiles % kParts : 0;
       stop = product.tokens, image = product.image;
     }
   }
 };
-// A cluster takes a tile for each of its blocks; `tiles` are as many as clusters take.
-__device__ __forceinline__ u32 first_tile() { return blockIdx.x / kCluster; }
-__device__ __forceinline__ u32 tile_stride() { return gridDim.x / kCluster; }
 __device__ __forceinline__ u32 num_tiles(const Product& product) {
   if constexpr (kGrouped) return *product.num_pieces * product.tiles;
   return product.tiles;
 }
 
-// The loading warp: a lane for each piece of weights, and one for tokens.
-__device__ __forceinline__ void load(const Slots& slots, const TensorMap& x, const Product& product, u32 lane) {
-  Turn turn;
+// One thread: all tokens.
+__device__ __forceinline__ void load_tokens(const Ring& ring, const TensorMap& x, const Product& product) {
+  TokenSlot to;
 #pragma unroll 1
-  for (u32 tile = first_tile(), end = num_tiles(product); tile < end; tile += tile_stride()) {
+  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
     const Tile own(product, tile);
-    Half half{};
-    if (!kDirect && lane < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + lane];
-    const bool copies = half.kind != HalfKind::kNone;
-    const u32 bytes = kTokenBytes + __popc(__ballot_sync(~0u, copies)) * kPieceBytes;
 #pragma unroll 1
-    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; ++chunk, turn.next()) {
-      const u32 to = slots.data + turn.slot * kSlotBytes, full = slots.full + turn.slot * 8;
-      wait_or_trap(slots.empty + turn.slot * 8, turn.round ^ 1);
-      if (lane == 0) {
-        mbarrier_expect(full, bytes);
-        if constexpr (kCluster == 1) {
-          load_box(to, x, chunk * kChunkColumns, own.token, full);
-        } else {
-          const u32 rank = cluster_rank();
-          load_box_for((1 << kCluster) - 1, to + rank * kShareBytes, x, chunk * kChunkColumns, own.token + rank * kShareTokens, full);
-        }
-      }
-      __syncwarp();
-      if (copies)
-        copy_bulk(to + kTokenBytes + lane * kPieceBytes, own.image + piece_at(half, lane % 2, chunk), kPieceBytes, full);
+    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; ++chunk, to.next()) {
+      const u32 full = ring.full + to.slot * 8;
+      wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
+      mbarrier_expect(full, kTokenBytes);
+      load_box(ring.data + to.slot * kTokenBytes, x, chunk * kChunkColumns, own.token, full);
     }
   }
 }
 
-// A warp's weights of a chunk: from a slot, or from where they are packed.
-__device__ __forceinline__ void read_weights(Stored& stored, u32 lane, const Half (&halves)[2], u32 slot, const u8* image, u32 chunk) {
-  const bool is_tile = halves[0].kind == HalfKind::kTile;
-  if constexpr (kDirect) {
-    const u8 *const first = image + piece_at(halves[0], 0, chunk), *const second = image + piece_at(halves[1], 1, chunk);
-    stored.load(
-        lane, is_tile, [&](u32 piece, u32 at) { return __ldg(reinterpret_cast<const uint4*>((piece ? second : first) + at)); },
-        [&](u32 piece, u32 at) { return __ldg(reinterpret_cast<const uint2*>((piece ? second : first) + at)); });
-  } else {
-    stored.load(
-        lane, is_tile, [&](u32 piece, u32 at) { return load_shared(slot + piece * kPieceBytes + at); },
-        [&](u32 piece, u32 at) { return load_shared2(slot + piece * kPieceBytes + at); });
+// One of kWeightWarps: a lane for each of its halves. What goes with codes is read past the slots, and comes to the L2 meanwhile.
+__device__ __forceinline__ void load_weights(const Ring& ring, const Product& product, u32 warp, u32 lane) {
+  const u32 piece = lane * kWeightWarps + warp;
+  WeightSlot to;
+#pragma unroll 1
+  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
+    const Tile own(product, tile);
+    Half half{};
+    if (piece < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + piece];
+    const bool copies = half.kind != HalfKind::kNone;
+    const u32 bytes = __popc(__ballot_sync(~0u, copies)) * (kWeightChunks * kPieceBytes);
+#pragma unroll 1
+    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; chunk += kWeightChunks, to.next()) {
+      const u32 full = ring.full + to.slot * 8;
+      wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
+      if (lane == 0) mbarrier_expect(full, bytes);
+      __syncwarp();
+      if (copies) {
+        const u32 which = piece % 2, at = ring.data + to.slot * kWeightBytes + piece / 2 * kSlotFragmentBytes + which * kRunBytes;
+#pragma unroll
+        for (u32 run = 0; run < kRuns; ++run)
+          copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
+#pragma unroll 1
+        for (u32 i = 0; i < kWeightChunks; ++i) Shared::prefetch(own.image, half, which, chunk + i);
+      }
+    }
   }
 }
 
@@ -206,7 +209,8 @@ __device__ __forceinline__ void write_wide(const float (&sums)[kSums], u32 first
 
 // Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
 // multiplies. Where the next product wants them arranged, the group's four warps have 32 neurons in order: 16 bytes of a token
-// are a word of each.
+// are a word of each. They leave through two places in turn, so warps meet once for 32 tokens: who writes to a place knows that all
+// have read the one before.
 __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
                                             u32 shared, u32 token, u32 warp, u32 lane) {
   u32 words[4];  // 8 tokens each
@@ -217,20 +221,20 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
                                        pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
                           : 0;
   }
-  store_matrices_transposed(shared + lane * 16, words);
+  const u32 place = kOut == Out::kArranged ? first / kLeaving % 2 * (kLeavingBytes / 2) : 0;
+  store_matrices_transposed(shared + place + lane * 16, words);
   u16* const out = reinterpret_cast<u16*>(product.out);
   const bool exists = halves[0].kind != HalfKind::kNone;
   if constexpr (kOut == Out::kArranged) {
     meet_at(1 + warp / 4, 128);
     const u32 thread = warp % 4 * 32 + lane, part = thread % 4, row = token + first + thread / 4;
-    const u32 at = shared - warp % 4 * kLeavingBytes + thread / 4 * 16 + part * 4;
+    const u32 at = shared - warp % 4 * kLeavingBytes + place + thread / 4 * 16 + part * 4;
     uint4 v;
     v.x = load_shared1(at), v.y = load_shared1(at + kLeavingBytes);
     v.z = load_shared1(at + 2 * kLeavingBytes), v.w = load_shared1(at + 3 * kLeavingBytes);
     const u32 neuron = halves[0].out - warp % 4 * 8;  // the group's first
     if (thread / 4 < kLeaving && row < product.tokens && exists)
       *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + neuron + part * 8) = v;
-    meet_at(1 + warp / 4, 128);
   } else {
     __syncwarp();
     const u32 row = token + first + lane;
@@ -240,83 +244,96 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
   }
 }
 
-// Two words are operands as they were loaded, of tiles and of half tiles alike. The compiler would give them the register of the next
-// load, which comes while products may still read it. So they become results of their own: `nothing` is 0, which it does not know.
-__device__ __forceinline__ void part_from_loads(uint4 (&a)[4], u32 nothing) {
-  a[0].x ^= nothing;
-  a[3].w ^= nothing;
-}
-
-// One slot is read. In a cluster that needs no release: its weights are in registers, the tensor cores have read its tokens, and no
-// other warp is spoken for.
-__device__ __forceinline__ void give_back(const Slots& slots, u32 slot, u32 lane) {
-  if constexpr (kCluster == 1) {
-    if (lane == 0) mbarrier_arrive(slots.empty + slot * 8);
-  } else if (lane < kCluster) {
-    arrive_relaxed(address_in(lane, slots.empty) + slot * 8);
+// A group without rows in a tile: it gives back what comes.
+__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
+#pragma unroll 1
+  for (u32 chunk = 0; chunk < kPartChunks; ++chunk, tokens.next()) {
+    if (chunk % kWeightChunks == 0) {
+      wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
+      if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
+      weights.next();
+    }
+    wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
+    if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
   }
 }
 
-// A warp of those that multiply. Its weights of a chunk become operands while the tensor cores multiply by those of the chunk before, whose
-// registers and slot are free once its products are done.
-__device__ __forceinline__ void multiply(const Slots& slots, const Product& product, u32 results, u32 warp, u32 lane) {
+// A warp of those that multiply. A chunk's weights are read two chunks ahead, and become operands one chunk ahead, while the tensor
+// cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
+__device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 results, u32 warp, u32 lane) {
   const u32 shared = results + warp * kLeavingBytes;
-  Turn turn;
+  TokenSlot tokens;
+  WeightSlot weights;
 #pragma unroll 1
-  for (u32 tile = first_tile(), tiles = num_tiles(product); tile < tiles; tile += tile_stride()) {
+  for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
     const u32 start = place.part * kPartChunks, end = start + kPartChunks;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
     const Half halves[2] = {own[0], own[1]};
     // Groups are filled from the first warp on.
-    const bool is_active = own[-static_cast<i32>(warp % 4 * 2)].kind != HalfKind::kNone;
+    if (own[-static_cast<i32>(warp % 4 * 2)].kind == HalfKind::kNone) {
+      pass_by(rings, tokens, weights, lane);
+      continue;
+    }
     const bool is_tile = halves[0].kind == HalfKind::kTile;
     float sums[kSums];
     uint4 operands[2][4];
-    Stored ahead;
-    Shared next;
-    u32 before = 0;
-    if (is_active) {
-      next.load(place.image, halves, start, lane);
-      if constexpr (kDirect) read_weights(ahead, lane, halves, 0, place.image, start);
-    }
-    const auto take = [&](u32 chunk, uint4 (&a)[4]) {
-      wait_or_trap(slots.full + turn.slot * 8, turn.round);
-      const u32 from = slots.data + turn.slot * kSlotBytes;
-      if (is_active) {
-        Stored stored;
-        if constexpr (kDirect) stored = ahead;
-        else read_weights(stored, lane, halves, from + kTokenBytes + warp * kFragmentBytes, place.image, chunk);
-        const Shared shared_now = next;
-        if (chunk + 1 < end) {
-          next.load(place.image, halves, chunk + 1, lane);
-          if constexpr (kDirect) read_weights(ahead, lane, halves, 0, place.image, chunk + 1);
-        }
+    Stored stored;
+    Shared with;
+    const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
+    const auto read = [&](u32 chunk) {
+      const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
+      const bool alternate = is_tile && parts_alternate(ChunkPlace(chunk).step);
+      const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
+      const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
+      stored.load(
+          lane, is_tile, [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
+          [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
+    };
+    // Once what was read is in registers: before a chunk that begins a slot.
+    const auto give_back = [&](u32 chunk) {
+      if (kept(chunk) % kWeightChunks) return;
+      if (lane == 0) mbarrier_arrive_after(stored.words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
+      weights.next();
+      if (chunk < end) await_weights();
+    };
+    const auto convert = [&](uint4 (&a)[4]) {
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, shared_now, is_tile, k / 2, k % 2);
-        const u64 tokens = wgmma_operand(from);
-        if constexpr (kDirect && kPlain) part_from_loads(a, product.tokens >> 31);
+      for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, with, is_tile, k / 2, k % 2);
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
-        begin_products();
+      for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
+    };
+    with.load(place.image, halves, start, lane);
+    await_weights();
+    read(start);
+    give_back(start + 1);
+    convert(operands[0]);
+    if (kPartChunks > 1) with.load(place.image, halves, start + 1, lane);
+    if (kPartChunks > 1) read(start + 1);
+    const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4]) {
+      wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
+      const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
+      begin_products();
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) multiply_rows(sums, a[k], along(tokens, k * kWgmmaDepth), (chunk - start) | k);
-        commit_products();
-        wait_for_products<1>();
+      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (chunk - start) | k);
+      commit_products();
+      if (chunk + 1 < end) {
+        // It comes before the conversion, or the compiler would begin that before the products.
+        give_back(chunk + 2);
+        convert(next);
+        if (chunk + 2 < end) with.load(place.image, halves, chunk + 2, lane);
+        if (chunk + 2 < end) read(chunk + 2);
       }
-      if (chunk > start) give_back(slots, before, lane);
-      before = turn.slot;
-      turn.next();
+      wait_for_products<0>();
+      if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
+      tokens.next();
     };
 #pragma unroll 1
     for (u32 chunk = start; chunk + 1 < end; chunk += 2) {
-      take(chunk, operands[0]);
-      take(chunk + 1, operands[1]);
+      take(chunk, operands[0], operands[1]);
+      take(chunk + 1, operands[1], operands[0]);
     }
-    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0]);
-    wait_for_products<0>();
-    give_back(slots, before, lane);
-    if (!is_active) continue;
+    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0], operands[1]);
     take_sums(sums);
     Product to = product;
     to.tokens = place.stop;
@@ -330,34 +347,39 @@ __device__ __forceinline__ void multiply(const Slots& slots, const Product& prod
   }
 }
 
-// One block an SM at most. The box of x's map: kShareTokens × kChunkColumns.
+// One block an SM at most. The box of x's map: kTokens × kChunkColumns.
 extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];
-  __shared__ u64 barriers[2 * kPackedSlots];
-  const u32 data = shared_address(shared), full = shared_address(barriers);
-  const Slots slots{data, full, full + kPackedSlots * 8};
+  __shared__ u64 barriers[2 * (kTokenSlots + kWeightSlots)];
+  const u32 data = kept(shared_address(shared)), full = kept(shared_address(barriers));
+  const Ring tokens{data, full, full + kTokenSlots * 8};
+  const Ring weights{data + kTokenRing, full + 2 * kTokenSlots * 8, full + (2 * kTokenSlots + kWeightSlots) * 8};
   // All lanes know that it is one warp's number.
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-#pragma unroll
-    for (u32 i = 0; i < kPackedSlots; ++i) {
-      mbarrier_init(slots.full + i * 8, 1);
-      mbarrier_init(slots.empty + i * 8, kCluster * kMultiplyingWarps);
+#pragma unroll 1
+    for (u32 i = 0; i < kTokenSlots; ++i) {
+      mbarrier_init(tokens.full + i * 8, 1);
+      mbarrier_init(tokens.empty + i * 8, kMultiplyingWarps);
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < kWeightSlots; ++i) {
+      mbarrier_init(weights.full + i * 8, kWeightWarps);
+      mbarrier_init(weights.empty + i * 8, kMultiplyingWarps);
     }
     publish_barriers();
   }
-  if constexpr (kCluster == 1) __syncthreads();
-  else meet_cluster();
+  __syncthreads();
   if (warp >= kMultiplyingWarps) {
     if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
-    if (warp == kMultiplyingWarps) load(slots, x, product, lane);
+    if (warp == kMultiplyingWarps) {
+      if (lane == 0) load_tokens(tokens, x, product);
+    } else if (warp <= kMultiplyingWarps + kWeightWarps) {
+      load_weights(weights, product, warp - kMultiplyingWarps - 1, lane);
+    }
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
-    multiply(slots, product, data + kPackedSlots * kSlotBytes, warp, lane);
-  }
-  if constexpr (kCluster > 1) {
-    __syncwarp();
-    meet_cluster();  // other blocks may still copy and arrive here
+    multiply({tokens, weights}, product, data + kTokenRing + kWeightRing, warp, lane);
   }
 }

@@ -7,6 +7,8 @@
 #include "ptx/e4m3.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/pairs.cuh"
+#include "ptx/prefetch.cuh"
 #include "spec.cuh"
 
 enum class HalfKind : u32 { kNone, kTile, kAlone };
@@ -40,15 +42,17 @@ __device__ __forceinline__ u64 in_step(const Half& half, u32 step) {
   const u32 less = kSteps % 2 == 1 && step == kSteps - 1 ? half.last_less : 0;
   return half.at + static_cast<u64>(step / 2) * half.pair_bytes + (step % 2) * half.step_bytes - less;
 }
+// Whether of a tile the two parts of a chunk lie behind each other: in half a step a warp of the decode kernel has 32 columns, so a
+// chunk is of two of them.
+__device__ __forceinline__ bool parts_alternate(u32 step) { return kValueBits == 4 || (kEndsInHalf && step == kSteps - 1); }
 // Bytes to the part of a fragment's chunk that is copied for one of its halves: kPieceBytes from there. Of a tile the two parts hold
 // rows of both: the columns' first 32 and last 32, or of integers of 4 bits the rows g < 4 and the others.
-__device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk) {
+// `run_bytes`: of one half, where such parts of neighbouring chunks are copied together, which lie one behind the other.
+__device__ __forceinline__ u64 piece_at(const Half& half, u32 which, u32 chunk, u32 run_bytes = kPieceBytes) {
   const ChunkPlace place(chunk);
   const u64 at = in_step(half, place.step);
   if (half.kind == HalfKind::kAlone) return at + place.warp * kPieceBytes;
-  // In half a step a warp of the decode kernel has 32 columns, so a chunk is of two of them.
-  if (kEndsInHalf && place.step == kSteps - 1) return at + (2 * place.warp + which) * kPieceBytes;
-  if (kValueBits == 4) return at + (2 * place.warp + which) * kPieceBytes;
+  if (parts_alternate(place.step)) return at + 2 * place.warp * kPieceBytes + which * run_bytes;
   return at + which * kValueBytes + place.warp * kPieceBytes;
 }
 
@@ -97,50 +101,99 @@ inline constexpr u32 kScaleBytes = kPlain ? 0 : kScaleType == ScaleType::kFp32 ?
 inline constexpr u32 kOwnScales = kPlain ? 1 : kHalfTileRows / kScaleRows;  // of a group, in half a tile
 inline constexpr u32 kHalfScalesBytes = kStepColumns / kGroupColumns * kOwnScales * kScaleBytes;
 
+// Where scales are of the type of the products, pairs of numbers are made at once: (code - zero) is exact in 16 bits, and its product
+// with a scale rounded once, as where fp32 is rounded.
+inline constexpr bool kInPairs = !kPlain && kCodes != Codes::kFp8 && kScaleType == (kBf16 ? ScaleType::kBf16 : ScaleType::kFp16);
+
+// Codes are the last bits of 128 in bf16, and of 1,024 in fp16: of either the upper byte, and of its negative the bits. In bf16 seven
+// bits are: of codes of 8 bits, two's complement, the sign is apart.
+inline constexpr u32 kBaseByte = kBf16 ? 0x43 : 0x64, kMinusBase = (kBaseByte | 0x80) << 8;
+inline constexpr bool kSigned = kCodes == Codes::kInt8, kSignApart = kSigned && kBf16;
+// Two of the same numbers of 16 bits.
+__device__ __forceinline__ u32 twice(u32 bits) { return bits * 0x10001u; }
+
+template <bool kOfPairs>
+struct ScaleOf {
+  using Type = float;
+};
+template <>
+struct ScaleOf<true> {
+  using Type = u32;
+};
+
 struct Shared {
-  float scales[2][kChunkGroups];
-  float zeros[2][kChunkGroups];
+  using Scale = ScaleOf<kInPairs>::Type;
+
+  // By half and group. Zeros: of numbers in pairs what is added to codes in place of what is taken off.
+  __device__ __forceinline__ Scale scale(u32 h, u32 n) const {
+    const u32 bits = scales[h][n];
+    if constexpr (kInPairs) return twice(bits);
+    else if constexpr (kScaleType == ScaleType::kFp32) return __uint_as_float(bits);
+    else if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(bits << 16);
+    else return from_fp16(static_cast<u16>(bits));
+  }
+  // Of 8 bits codes count from -128 on.
+  __device__ __forceinline__ Scale zero(u32 h, u32 n) const {
+    const u32 byte = zeros[h][n];
+    if constexpr (kInPairs && !kSignApart) {
+      return twice(kMinusBase + (kSigned ? byte ^ 0x80u : byte));
+    } else {
+      const float zero = kSigned ? static_cast<float>(static_cast<i32>(static_cast<signed char>(byte))) : static_cast<float>(byte);
+      if constexpr (kInPairs) return pack_pair(-zero, -zero);
+      else return zero;
+    }
+  }
 
   // Past the slots, since few bytes are no copy's: of a lane's rows.
   __device__ __forceinline__ void load(const u8* image, const Half (&halves)[2], u32 chunk, u32 lane) {
     if constexpr (!kPlain) {
-      const ChunkPlace place(chunk);
-      const u32 g = lane / 4;
 #pragma unroll
       for (u32 h = 0; h < 2; ++h) {
-        const Half& half = halves[h];
-        const bool is_tile = half.kind == HalfKind::kTile;
-        const u32 tiles = is_tile ? 2 : 1;
-        const u8* at = image + in_step(half, kPairsSteps ? place.step / 2 * 2 + h : place.step) + tiles * kValueBytes;
+        const Place place(image, halves[h], h, chunk);
 #pragma unroll
         for (u32 n = 0; n < kChunkGroups; ++n) {
-          u32 number;
-          if constexpr (kPairsSteps) {
-            number = (place.warp % 4 * 2 * kChunkColumns / kGroupColumns * kOwnScales + g) * 2 + place.warp / 4;
-          } else {
-            const u32 group = place.warp * kChunkColumns / kGroupColumns + n;
-            number = (group * kOwnScales + g / kScaleRows) * tiles + (is_tile ? h : 0);
-          }
-          scales[h][n] = scale_at(at + number * kScaleBytes);
-          if constexpr (kHasZeros) zeros[h][n] = zero_at(at + tiles * kHalfScalesBytes + number);
+          const u32 number = place.number(n, lane / 4);
+          const u8* const at = place.scales + number * kScaleBytes;
+          if constexpr (kScaleBytes == 4) scales[h][n] = __ldg(reinterpret_cast<const u32*>(at));
+          else scales[h][n] = __ldg(reinterpret_cast<const u16*>(at));
+          if constexpr (kHasZeros) zeros[h][n] = __ldg(place.zeros + number);
         }
       }
     }
   }
+  // The first and the last of 8 rows; a tile's halves lie between each other.
+  static __device__ __forceinline__ void prefetch(const u8* image, const Half& half, u32 h, u32 chunk) {
+    if constexpr (!kPlain) {
+      if (!kPairsSteps && h == 1 && half.kind == HalfKind::kTile) return;
+      const Place place(image, half, h, chunk);
+      const u32 first = place.number(0, 0), last = place.number(kChunkGroups - 1, kHalfTileRows - 1);
+      prefetch_to_l2(place.scales + first * kScaleBytes);
+      if constexpr (kOwnScales > 1) prefetch_to_l2(place.scales + last * kScaleBytes);
+      if constexpr (kHasZeros) prefetch_to_l2(place.zeros + first);
+    }
+  }
 
  private:
-  static __device__ __forceinline__ float scale_at(const u8* at) {
-    if constexpr (kScaleType == ScaleType::kFp32) return __ldg(reinterpret_cast<const float*>(at));
-    const u16 bits = __ldg(reinterpret_cast<const u16*>(at));
-    if constexpr (kScaleType == ScaleType::kBf16) return __uint_as_float(static_cast<u32>(bits) << 16);
-    return from_fp16(bits);
-  }
-  // Of 8 bits codes count from -128 on.
-  static __device__ __forceinline__ float zero_at(const u8* at) {
-    const u8 byte = __ldg(at);
-    if constexpr (kCodes == Codes::kInt8) return static_cast<float>(static_cast<i32>(static_cast<signed char>(byte)));
-    return static_cast<float>(static_cast<u32>(byte));
-  }
+  // Where half `h` of a fragment has those of a chunk.
+  struct Place {
+    ChunkPlace chunk;
+    u32 tiles, first;
+    const u8 *scales, *zeros;
+    __device__ __forceinline__ Place(const u8* image, const Half& half, u32 h, u32 number) : chunk(number) {
+      const bool is_tile = half.kind == HalfKind::kTile;
+      tiles = is_tile ? 2 : 1, first = is_tile ? h : 0;
+      scales = image + in_step(half, kPairsSteps ? chunk.step / 2 * 2 + h : chunk.step) + tiles * kValueBytes;
+      zeros = scales + tiles * kHalfScalesBytes;
+    }
+    // Of row `g` of the 8, in group `n` of the chunk.
+    __device__ __forceinline__ u32 number(u32 n, u32 g) const {
+      if constexpr (kPairsSteps) return (chunk.warp % 4 * 2 * kChunkColumns / kGroupColumns * kOwnScales + g) * 2 + chunk.warp / 4;
+      const u32 group = chunk.warp * kChunkColumns / kGroupColumns + n;
+      return (group * kOwnScales + g / kScaleRows) * tiles + first;
+    }
+  };
+  // As they are stored: what is made of them at once would be waited for at once.
+  u32 scales[2][kChunkGroups], zeros[2][kChunkGroups];
 };
 
 // Integers from 0 to 255 become fp32 as the last bits of 2^23's.
@@ -159,7 +212,6 @@ __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) 
       v[2 * i] = from_fp16(static_cast<u16>(pair)), v[2 * i + 1] = from_fp16(static_cast<u16>(pair >> 16));
     }
   } else {
-    constexpr bool kSigned = kCodes == Codes::kInt8;
     const u32 unsigned_codes = kSigned ? codes ^ 0x80808080u : codes;
     const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
 #pragma unroll
@@ -167,6 +219,22 @@ __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) 
   }
   return make_uint2(pack_pair(__fmul_rn(v[0], scale), __fmul_rn(v[1], scale)),
                     pack_pair(__fmul_rn(v[2], scale), __fmul_rn(v[3], scale)));
+}
+
+// The same by pairs of 16-bit numbers.
+__device__ __forceinline__ uint2 numbers_of(u32 codes, u32 scale, u32 zero) {
+  const u32 bits = kSignApart ? codes & 0x7F7F7F7F : kSigned ? codes ^ 0x80808080 : codes;
+  const u32 signs = codes & 0x80808080;
+  const auto pair = [&](u32 bytes) {
+    const u32 based = __byte_perm(bits, kBaseByte, bytes);
+    if constexpr (kSignApart) {
+      const u32 code = add_pairs(based, __byte_perm(signs, kMinusBase >> 8, bytes));
+      return multiply_pairs(kHasZeros ? add_pairs(code, zero) : code, scale);
+    } else {
+      return multiply_pairs(add_pairs(based, kHasZeros ? zero : twice(kMinusBase + (kSigned ? 128 : 8))), scale);
+    }
+  };
+  return make_uint2(pair(0x4140), pair(0x4342));
 }
 
 // The registers of multiply `m` of 32 columns `p`: rows g and g + 8, 2 columns of 16, then the same of the 2 columns after those.
@@ -177,8 +245,8 @@ __device__ __forceinline__ uint4 operand_of(const Stored& stored, const Shared& 
                       is_tile ? tile.z : m ? low.w : low.y, is_tile ? tile.w : m ? high.w : high.y);
   } else {
     const u32 n = p % kChunkGroups;
-    const uint2 first = numbers_of(codes_of(stored, is_tile, p, m, 0), shared.scales[0][n], shared.zeros[0][n]);
-    const uint2 last = numbers_of(codes_of(stored, is_tile, p, m, 1), shared.scales[1][n], shared.zeros[1][n]);
+    const uint2 first = numbers_of(codes_of(stored, is_tile, p, m, 0), shared.scale(0, n), shared.zero(0, n));
+    const uint2 last = numbers_of(codes_of(stored, is_tile, p, m, 1), shared.scale(1, n), shared.zero(1, n));
     return make_uint4(first.x, last.x, first.y, last.y);
   }
 }
