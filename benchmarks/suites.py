@@ -149,7 +149,10 @@ _SIDE_BY_SIDE: Mapping[str, tuple[str, ...]] = {
             f"bench decode {_quantized('bf16', shape)} --prompt-tokens 128 --new-tokens 512 "
             f"--precision bf16 --sequences {count} --prediction --predicted 1"
             for shape, count in (
-                ("qwen3-1.7b", 2), ("qwen3-1.7b", 3), ("llama-3.2-1b", 2), ("llama-3.1-8b", 3),
+                ("qwen3-1.7b", 2),
+                ("qwen3-1.7b", 3),
+                ("llama-3.2-1b", 2),
+                ("llama-3.1-8b", 3),
             )
         ),
     ),

@@ -18,8 +18,8 @@ PREDICTIONS = Drafting(Costs((1300,) * (MAX_QUERIES - 1)), looks_up=False, rests
 _LEAST_LOOKUP_BYTES = 256 * 2**20
 # What the host needs on an H200 to end a launch and to begin one that drafts, or the other way.
 _CHANGE_S = 1.4e-3
-# What one drafted query more costs a round of the build for eight, in thousandths of that round: six
-# of them beside two requests, 41 of llama-3.2-1b in bf16 on an H200, 30 of llama-3.1-8b.
+# What one drafted query more costs a round of the build for eight, in thousandths of that round: on
+# an H200 six of them beside two requests cost llama-3.2-1b 41, and llama-3.1-8b 30.
 _QUERY_COST = 7
 
 
