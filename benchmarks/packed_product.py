@@ -39,7 +39,7 @@ from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import THREADS
 from soloist.prefill.packed_form import (
     ARCH,
-    CHUNK_PRODUCTS,
+    SPAN_PRODUCTS,
     MOST_PARTED_TOKENS,
     TOKEN_SLOTS,
     WIDTHS,
@@ -92,7 +92,7 @@ class Case:
         for width in widths:
             form = form_of(self.operation.matrix, self.plan.dtype, width, out)
             yield replace(form, groups=1)
-            for turns in (0, CHUNK_PRODUCTS - 1, CHUNK_PRODUCTS):
+            for turns in (0, SPAN_PRODUCTS - 1, SPAN_PRODUCTS):
                 yield replace(form, turns=turns)
             yield from (replace(form, token_slots=n) for n in TOKEN_SLOTS if n != form.token_slots)
             if out is Out.ARRANGED and width == tokens <= MOST_PARTED_TOKENS:

@@ -28,6 +28,7 @@ from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
 ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "look_up")
+QUANTIZE_KERNEL, QUANTIZE_ENTRY = "kernels/quantize_rows.cu", "quantize_rows"
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
 WIDTHS = (8, 64, 128, 256)
@@ -40,8 +41,12 @@ _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
 _MOST_WEIGHT_SLOTS, _MOST_WEIGHT_SLOT_BYTES = 32, 32 * 1024
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
-# Products of a group of warps with a chunk, of 16 columns each.
-CHUNK_PRODUCTS = CHUNK_COLUMNS // 16
+# A slot of tokens has so many bytes of each, a span: a chunk of columns, or two in 8 bits.
+SPAN_BYTES = 2 * CHUNK_COLUMNS
+# Products of a group of warps with a span, of 32 bytes of each token.
+SPAN_PRODUCTS = SPAN_BYTES // 32
+# Columns of a span in 8 bits, of which matrices multiplied in 8 bits have whole ones.
+EIGHT_BIT_COLUMNS = SPAN_BYTES
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -83,16 +88,17 @@ class Form:
         tokens: of a tile, one of `WIDTHS`.
         out: what becomes of sums.
         groups: of four warps that multiply 64 rows each.
-        token_slots: of chunks of tokens that lie in shared memory.
+        token_slots: of spans of tokens that lie in shared memory.
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
         weight_warps: that have weights copied.
-        turns: after how many of a chunk's `CHUNK_PRODUCTS` products of one group those of the other
+        turns: after how many of a span's `SPAN_PRODUCTS` products of one group those of the other
             may begin; 0: both multiply as they come.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
         grouped: rows are those of several experts, each with a matrix of its own.
+        eight_bits: tokens are in FP8 (`PackedQuantize`), as the matrix is (`takes_eight_bits`).
     """
 
     stored: WeightFormat
@@ -107,10 +113,11 @@ class Form:
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
     weight_warps: int = 3
-    turns: int = CHUNK_PRODUCTS
+    turns: int = SPAN_PRODUCTS
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
+    eight_bits: bool = False
 
     @property
     def fragments(self) -> int:
@@ -124,8 +131,8 @@ class Form:
 
     @property
     def token_slot_bytes(self) -> int:
-        """A chunk of tokens."""
-        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes
+        """A span of tokens."""
+        return self.tokens * SPAN_BYTES
 
     @property
     def weight_chunks(self) -> int:
@@ -195,11 +202,12 @@ class Form:
             f"enum class Out : u32 {{ {', '.join(Out)} }};",
             f"constexpr Out kOut = Out::{self.out};",
             f"constexpr bool kGrouped = {str(self.grouped).lower()};",
+            f"constexpr bool kEightBits = {str(self.eight_bits).lower()};",
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
             PIECE.cuda,
-            multiply_rows(self.tokens, self.dtype),
+            multiply_rows(self.tokens, self.dtype, eight_bits=self.eight_bits),
         ]
         return "\n".join(lines) + "\n"
 
@@ -215,6 +223,14 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
 def knows_format(stored: WeightFormat) -> bool:
     """Whether these products know it: not with offsets, nor with super-blocks."""
     return not (stored.offset_bits or stored.super_block)
+
+
+def takes_eight_bits(matrix: Matrix) -> bool:
+    """Whether a matrix can be multiplied by activations in FP8: it is, with a scale per row."""
+    meaning = matrix.format.meaning
+    if meaning is None or meaning.codes is not Codes.FP8:
+        return False
+    return meaning.group == 0 and matrix.columns % EIGHT_BIT_COLUMNS == 0
 
 
 def operations_of(plan: Plan) -> list[Operation]:
@@ -244,6 +260,16 @@ def parted_bytes(plan: Plan) -> int:
 def rows_source(stored: WeightFormat, dtype: Dtype, steps: int) -> Source:
     """Of the kernels that arrange activations and look up rows of an embedding stored like this."""
     return Source(ROWS_KERNEL, weights_header(stored, dtype, steps, pairs_steps=False) + "\n")
+
+
+def quantize_source(dtype: Dtype) -> Source:
+    """Of the kernel that gives activations of this type 8 bits."""
+    lines = [
+        "// Generated; see prefill/packed_form.py.",
+        "#pragma once",
+        f"constexpr bool kBf16 = {str(dtype is Dtype.BF16).lower()};",
+    ]
+    return Source(QUANTIZE_KERNEL, "\n".join(lines) + "\n")
 
 
 def weights_header(
@@ -283,13 +309,16 @@ def weights_header(
     )
 
 
-def multiply_rows(tokens: int, dtype: Dtype) -> str:
+def multiply_rows(tokens: int, dtype: Dtype, *, eight_bits: bool = False) -> str:
     """CUDA text: wgmma of 64 rows in registers and so many tokens in shared memory.
 
-    Rows `a` are of m64k16, tokens an operand of ptx/wgmma.cuh; s[4 j + 2 h + i] of lane l in warp w
+    Rows `a` are of m64k16, in 8 bits of m64k32, tokens an operand of ptx/wgmma.cuh; s[4 j + 2 h + i] of lane l in warp w
     is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
     """
-    sums, kind = tokens // 2, dtype.value.replace("fp16", "f16")
+    sums, kind, depth = tokens // 2, dtype.value.replace("fp16", "f16"), 16
+    ending = "p, 1, 1, 0"  # signs, and that tokens lie along their columns
+    if eight_bits:
+        kind, depth, ending = "e4m3", 32, "p, 1, 1"
     places = ", ".join(f"%{i}" for i in range(sums))
     a = ", ".join(f"%{sums + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(s[{i}])' for i in range(sums))
@@ -297,8 +326,8 @@ def multiply_rows(tokens: int, dtype: Dtype) -> str:
         f"__device__ __forceinline__ void multiply_rows(float (&s)[{sums}], const uint4& a, u64 b, "
         "u32 adds) {\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{sums + 5}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} "
-        f'{{{places}}}, {{{a}}}, %{sums + 4}, p, 1, 1, 0; }}"\n'
+        f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{kind}.{kind} "
+        f'{{{places}}}, {{{a}}}, %{sums + 4}, {ending}; }}"\n'
         f"      : {outputs}\n"
         '      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(adds));\n'
         "}\n"
