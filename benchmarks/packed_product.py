@@ -39,8 +39,8 @@ from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import THREADS
 from soloist.prefill.packed_form import (
     ARCH,
-    SPAN_PRODUCTS,
     MOST_PARTED_TOKENS,
+    SPAN_PRODUCTS,
     TOKEN_SLOTS,
     WIDTHS,
     Form,

@@ -53,12 +53,14 @@ class Reading(NamedTuple):
         page_attention: the same.
         tail_path: the same.
         host_bytes: of the host's memory, at most, for cached prompts whose pages others need.
+        eight_bit_prompts: as of `EngineConfig`.
     """
 
     packed_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
     host_bytes: int = 0
+    eight_bit_prompts: bool = False
 
 
 AS_EVER = Reading()
@@ -291,6 +293,7 @@ def shape_on_gpu(
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,
         keep_rows=has_room and not reading.packed_prompts, packed_prompts=reading.packed_prompts,
+        eight_bit_prompts=reading.eight_bit_prompts,
     )  # fmt: skip
     model.prepare()
     return model

@@ -434,6 +434,7 @@ def _kernel(
     model = load_kernel(
         plan, weights, devices, capacity, cache,
         keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
+        eight_bit_prompts=asked.eight_bit_prompts,
     )  # fmt: skip
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:
@@ -456,7 +457,8 @@ def _save_prompts(
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
-        asked.rounding, asked.packed_prompts, keeps_rows, resolved.page_attention,
+        asked.rounding, asked.packed_prompts, asked.eight_bit_prompts, keeps_rows,
+        resolved.page_attention,
     )  # fmt: skip
     model.save_to(asked.cache_dir, cache_dir_bytes(asked), facts)
 

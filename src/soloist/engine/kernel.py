@@ -42,7 +42,11 @@ from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.packed_experts import PackedExperts
-from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts
+from soloist.prefill.packed_matrices import (
+    PackedMatrices,
+    require_eight_bit_prompts,
+    require_packed_prompts,
+)
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
@@ -117,6 +121,7 @@ class _Reads(Enum):
     ROWS = auto()  # a second copy
     UNPACKED = auto()  # packed ones, which become rows matrix by matrix
     PACKED = auto()
+    EIGHT_BITS = auto()  # packed ones, FP8 by activations in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ def load_kernel(
     *,
     keep_rows: bool,
     packed_prompts: bool = False,
+    eight_bit_prompts: bool = False,
 ) -> "KernelModel":
     """Pack every rank's weights, and build what runs them.
 
@@ -151,13 +157,16 @@ def load_kernel(
             in place of parts; otherwise prefill unpacks one matrix at a time. Experts it unpacks in
             any case.
         packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
+        eight_bit_prompts: its activations have 8 bits where matrices are FP8.
 
     Raises:
+        SettingError: no matrix is FP8 as 8 bits for prompts want it.
         ShapeUnsupported: prompts cannot be read from packed weights, or attention not from pages.
         DeviceError: the kernels cannot be compiled, loaded or started.
     """
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
+    assert packed_prompts or not eight_bit_prompts, "of packed weights"
     shares_gpu = len(set(devices)) < len(devices)
     pages = page_form(plan, asked=capacity.page_attention, shares_gpu=shares_gpu)
     capacity = replace(capacity, page_attention=pages is not None)
@@ -165,6 +174,9 @@ def load_kernel(
     if packed_prompts:
         require_packed_prompts(plan)
         reads = _Reads.PACKED
+        if eight_bit_prompts:
+            require_eight_bit_prompts(plan)
+            reads = _Reads.EIGHT_BITS
 
     def load(rank: int) -> LoadedRank:
         device, own = devices[rank], weights[rank]
@@ -228,12 +240,14 @@ def _load_rank(
     )  # fmt: skip
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     matrices: Products
-    if reads is not _Reads.PACKED:
+    if reads in (_Reads.ROWS, _Reads.UNPACKED):
         rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
         matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
-        matrices = PackedMatrices(plan, packed, tables, most, cache_root)
+        matrices = PackedMatrices(
+            plan, packed, tables, most, cache_root, eight_bits=reads is _Reads.EIGHT_BITS
+        )
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)

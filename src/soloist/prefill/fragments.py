@@ -239,7 +239,6 @@ def best_shares(
         parts: that are possible.
         multiple: what fragments of a tile are a multiple of.
     """
-
     halves = 2 if load.eight_bits else 1
 
     def cycles(shares: tuple[int, int]) -> float:

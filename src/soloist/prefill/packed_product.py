@@ -12,6 +12,7 @@ from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import Box, tensor_map
+from soloist.model.dtype import Dtype
 from soloist.prefill import hopper
 from soloist.prefill.fragments import CHUNK_COLUMNS, Tiling
 from soloist.prefill.packed_form import (
@@ -23,7 +24,6 @@ from soloist.prefill.packed_form import (
     Out,
     quantize_source,
 )
-from soloist.model.dtype import Dtype
 
 _THREADS = 256
 _Arguments = tuple[ctypes.c_void_p | ctypes.c_uint32, ...]
