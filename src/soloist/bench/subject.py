@@ -288,12 +288,11 @@ def shape_on_gpu(
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
         host_bytes=reading.host_bytes, page_attention=pages is not None,
-        tail_path=reading.tail_path,
+        tail_path=reading.tail_path, eight_bit_prompts=reading.eight_bit_prompts,
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,
         keep_rows=has_room and not reading.packed_prompts, packed_prompts=reading.packed_prompts,
-        eight_bit_prompts=reading.eight_bit_prompts,
     )  # fmt: skip
     model.prepare()
     return model

@@ -429,12 +429,12 @@ def _kernel(
         host_bytes=host_bytes,
         page_attention=resolved.page_attention,
         tail_path=asked.tail_path,
+        eight_bit_prompts=asked.eight_bit_prompts,
     )
     cache = read_settings().cache
     model = load_kernel(
         plan, weights, devices, capacity, cache,
         keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
-        eight_bit_prompts=asked.eight_bit_prompts,
     )  # fmt: skip
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:

@@ -87,6 +87,7 @@ class Capacity:
         page_attention: whether prefill attends to KV pages by a kernel of ours, and has memory for
             that (`PageAttention`); None: where it runs.
         tail_path: which way the tokens behind a prompt's last chunk are read (`TailRule`).
+        eight_bit_prompts: activations of packed prompts have 8 bits where matrices are FP8.
     """
 
     context_tokens: int
@@ -97,6 +98,7 @@ class Capacity:
     host_bytes: int = 0
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
+    eight_bit_prompts: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -121,7 +123,6 @@ class _Reads(Enum):
     ROWS = auto()  # a second copy
     UNPACKED = auto()  # packed ones, which become rows matrix by matrix
     PACKED = auto()
-    EIGHT_BITS = auto()  # packed ones, FP8 by activations in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,6 @@ def load_kernel(
     *,
     keep_rows: bool,
     packed_prompts: bool = False,
-    eight_bit_prompts: bool = False,
 ) -> "KernelModel":
     """Pack every rank's weights, and build what runs them.
 
@@ -157,7 +157,6 @@ def load_kernel(
             in place of parts; otherwise prefill unpacks one matrix at a time. Experts it unpacks in
             any case.
         packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
-        eight_bit_prompts: its activations have 8 bits where matrices are FP8.
 
     Raises:
         SettingError: no matrix is FP8 as 8 bits for prompts want it.
@@ -166,7 +165,7 @@ def load_kernel(
     """
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
-    assert packed_prompts or not eight_bit_prompts, "of packed weights"
+    assert packed_prompts or not capacity.eight_bit_prompts, "of packed weights"
     shares_gpu = len(set(devices)) < len(devices)
     pages = page_form(plan, asked=capacity.page_attention, shares_gpu=shares_gpu)
     capacity = replace(capacity, page_attention=pages is not None)
@@ -174,9 +173,8 @@ def load_kernel(
     if packed_prompts:
         require_packed_prompts(plan)
         reads = _Reads.PACKED
-        if eight_bit_prompts:
+        if capacity.eight_bit_prompts:
             require_eight_bit_prompts(plan)
-            reads = _Reads.EIGHT_BITS
 
     def load(rank: int) -> LoadedRank:
         device, own = devices[rank], weights[rank]
@@ -240,13 +238,13 @@ def _load_rank(
     )  # fmt: skip
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     matrices: Products
-    if reads in (_Reads.ROWS, _Reads.UNPACKED):
+    if reads is not _Reads.PACKED:
         rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
         matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
         matrices = PackedMatrices(
-            plan, packed, tables, most, cache_root, eight_bits=reads is _Reads.EIGHT_BITS
+            plan, packed, tables, most, cache_root, eight_bits=capacity.eight_bit_prompts
         )
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)

@@ -312,8 +312,8 @@ def weights_header(
 def multiply_rows(tokens: int, dtype: Dtype, *, eight_bits: bool = False) -> str:
     """CUDA text: wgmma of 64 rows in registers and so many tokens in shared memory.
 
-    Rows `a` are of m64k16, in 8 bits of m64k32, tokens an operand of ptx/wgmma.cuh; s[4 j + 2 h + i] of lane l in warp w
-    is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
+    Rows `a` are of m64k16, in 8 bits of m64k32, tokens an operand of ptx/wgmma.cuh;
+    s[4 j + 2 h + i] of lane l in warp w is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
     """
     sums, kind, depth = tokens // 2, dtype.value.replace("fp16", "f16"), 16
     ending = "p, 1, 1, 0"  # signs, and that tokens lie along their columns

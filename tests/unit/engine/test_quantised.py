@@ -59,10 +59,9 @@ class Loaded:
 def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple[Engine, Loaded]:
     def load_kernel(
         plan: Plan, weights: list[Weights], _devices: object, capacity: Capacity, *_: object,
-        keep_rows: bool, packed_prompts: bool, eight_bit_prompts: bool,
+        keep_rows: bool, packed_prompts: bool,
     ) -> Loaded:  # fmt: skip
         assert not packed_prompts
-        assert not eight_bit_prompts
         return Loaded(plan, weights, keep_rows, capacity)
 
     monkeypatch.setattr(engine_module, "place", lambda *_: Card((CPU,) * ranks))

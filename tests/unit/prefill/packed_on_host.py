@@ -67,7 +67,8 @@ inline u8 e4m3_of(float x) {
   if (size >= 448.0f) return sign | 0x7E;
   u8 best = 0;
   for (u8 code = 1; code < 0x7F; ++code) {
-    const float off = std::fabs(number_of_e4m3(code) - size), least = std::fabs(number_of_e4m3(best) - size);
+    const float off = std::fabs(number_of_e4m3(code) - size);
+    const float least = std::fabs(number_of_e4m3(best) - size);
     if (off < least || (off == least && code % 2 == 0)) best = code;
   }
   return sign | best;
@@ -102,7 +103,8 @@ static void multiply_oldest(u32 first) {
     const Issued& own = issued[first + t].front();
     const u32 words[4] = {own.a->x, own.a->y, own.a->z, own.a->w};
     for (u32 i = 0; i < 4; ++i) {
-      const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * (kDepth / 2) + t % 4 * kLaneColumns;
+      const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8;
+      const u32 k = i / 2 * (kDepth / 2) + t % 4 * kLaneColumns;
       for (u32 c = 0; c < kLaneColumns; ++c) {
         const u32 bits = words[i] >> 8 * kColumnBytes * c;
         rows[row][k + c] = kEightBits ? number_of_e4m3(bits & 0xFF) : low_half(bits);
@@ -139,7 +141,8 @@ static void run_thread() {
 }
 // Returns whether all blocks ended.
 extern "C" int run(const u16* x, const u8* image, const u8* table, u8* out, u32 tokens, u32 columns,
-                   u32 row_tiles, u32 pitch, u32 results, u32 blocks, u32 seed, const float* scales) {
+                   u32 row_tiles, u32 pitch, u32 results, u32 blocks, u32 seed,
+                   const float* scales) {
   random_state = seed;
   map.words[0] = reinterpret_cast<u64>(x), map.words[1] = tokens;
   map.words[2] = kEightBits ? columns / 2 : columns;  // of 16 bits
@@ -255,8 +258,8 @@ static void run_any_thread() {
   threads[threadIdx.x].ended = true;
   pause();
 }
-extern "C" int run_quantize(const u16* x, const u16* columns, uint4* codes, float* scales, u32 tokens,
-                            u32 row_values, u32 arranged) {
+extern "C" int run_quantize(const u16* x, const u16* columns, uint4* codes, float* scales,
+                            u32 tokens, u32 row_values, u32 arranged) {
   thread_of_block = [=] { quantize_rows(x, columns, codes, scales, row_values, arranged); };
   for (blockIdx.x = 0; blockIdx.x < tokens; ++blockIdx.x)
     if (!run_block(run_any_thread, kThreads)) return 0;

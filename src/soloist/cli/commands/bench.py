@@ -199,8 +199,8 @@ def prefill(
         bool,
         typer.Option(
             "--eight-bit-prompts",
-            help="With --packed-prompts: round activations of prompts to FP8 where matrices are FP8 "
-            "with one scale per row (other bits; for models made for it; an experiment).",
+            help="With --packed-prompts: round activations of prompts to FP8 where matrices are "
+            "FP8 with one scale per row (for models made for it; an experiment).",
         ),
     ] = False,
     page_attention: Annotated[
