@@ -16,7 +16,7 @@
 //
 // kEightBits: both factors have 8 bits, e4m3. Codes of the matrix are operands as they are stored, and tokens come in 8 bits with a scale
 // each (kernels/quantize_rows.cu). A sum is multiplied by its row's scale times its token's and then rounded as others are. The tensor
-// cores of Hopper align the addends of such a sum, and keep some 14 bits of them: by far more than the 4 of its factors.
+// cores of Hopper are said to keep some 14 bits of such a sum at each step: fewer than fp32 has, and enough beside factors of 4 bits.
 //
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
