@@ -282,7 +282,7 @@ __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, W
 
 // Of 8 rows and tokens: a sum's share of both scales is one factor. Lanes have tokens in pairs.
 __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& product, const Shared& with, u32 token, u32 stop, u32 lane) {
-  const float rows[2] = {with.scale(0, 0), with.scale(1, 0)};
+  const Shared::Scale rows[2] = {with.scale(0, 0), with.scale(1, 0)};
   const u32 last = (stop - 1) / 2 * 2;  // what lies behind it is not written
 #pragma unroll
   for (u32 j = 0; j < kTokens / 8; ++j) {
