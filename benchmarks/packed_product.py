@@ -2,9 +2,9 @@
 
 One Hopper GPU. Every matrix of a shape's layers is multiplied with so many tokens: row by row by
 torch (and gate_up by Soloist's kernel where prompts take that), and as it is packed, in every
-variant of the kernel: tokens of a tile, groups of warps and their turns, slots of tokens, fragments
-of a tile of rows. Layers take turns, in a CUDA graph, so that weights come from memory. Weights are
-random; nothing here is a speed of a whole prompt.
+variant of the kernel: tokens of a tile, groups of warps, slots of tokens, fragments of a tile of
+rows. Layers take turns, in a CUDA graph, so that weights come from
+memory. Weights are random; nothing here is a speed of a whole prompt.
 
 `--compile` builds all kernels into the cache and needs no GPU: do it before a GPU is borrowed.
 """
@@ -40,7 +40,6 @@ from soloist.prefill.header import THREADS
 from soloist.prefill.packed_form import (
     ARCH,
     MOST_PARTED_TOKENS,
-    SPAN_PRODUCTS,
     TOKEN_SLOTS,
     WIDTHS,
     Form,
@@ -103,9 +102,8 @@ class Case:
         for width in widths:
             form = form_of(self.operation.matrix, self.plan.dtype, width, out)
             form = replace(form, eight_bits=self.kind == EIGHT_BITS)
+            yield form
             yield replace(form, groups=1)
-            for turns in (0, SPAN_PRODUCTS - 1, SPAN_PRODUCTS):
-                yield replace(form, turns=turns)
             yield from (replace(form, token_slots=n) for n in TOKEN_SLOTS if n != form.token_slots)
             if out is Out.ARRANGED and width == tokens <= MOST_PARTED_TOKENS:
                 # Any number of fragments a tile; what arranges the neurons comes on top.
@@ -250,7 +248,6 @@ def _packed(
             tiling, words = tiled(pieces, each, results)
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling, scales)
             how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{each}"
-            how += f"t{form.turns}" if form.groups > 1 else ""
             how += "g" if form.out is Out.GATED else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),

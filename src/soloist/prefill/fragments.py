@@ -202,8 +202,9 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 
 
 # Of an SM in a cycle: bytes of weights from memory, bytes of activations from the L2 (a guess), and
-# tokens by which 64 rows and 16 columns are multiplied. Cycles that adding parts takes.
-_MEMORY_BYTES, _L2_BYTES, _TOKENS, _ADDING = 20, 40, 2, 4000
+# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, and that
+# writing and adding parts takes.
+_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING = 20, 40, 2, 7000, 9000
 _STEP = 16  # columns of a product
 
 
@@ -250,7 +251,7 @@ def best_shares(
         weights = each * fragment_bytes / _MEMORY_BYTES / load.token_tiles
         tokens = load.width * _STEP * 2 / halves / _L2_BYTES
         steps = load.columns / _STEP / parts
-        taken = -(-tiles // num_sms) * steps * max(products, weights, tokens)
+        taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens) + _TILE)
         return taken + (_ADDING if parts > 1 else 0)
 
     numbers = [each for each in range(BLOCK_FRAGMENTS, 0, -1) if each % multiple == 0]

@@ -31,22 +31,24 @@ ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "
 QUANTIZE_KERNEL, QUANTIZE_ENTRY = "kernels/quantize_rows.cu", "quantize_rows"
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
-WIDTHS = (8, 64, 128, 256)
+WIDTHS = (8, 64, 128, 192, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 # Slots of tokens that a block may have, where it has as many as that.
 TOKEN_SLOTS = (3, 4, 5)
+# Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
+_FEW_TOKENS = 128
 # What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
-_MOST_WEIGHT_SLOTS, _MOST_WEIGHT_SLOT_BYTES = 32, 32 * 1024
+_MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
 # A slot of tokens has so many bytes of each, a span: a chunk of columns, or two in 8 bits.
 SPAN_BYTES = 2 * CHUNK_COLUMNS
-# Products of a group of warps with a span, of 32 bytes of each token.
-SPAN_PRODUCTS = SPAN_BYTES // 32
 # Columns of a span in 8 bits, of which matrices multiplied in 8 bits have whole ones.
 EIGHT_BIT_COLUMNS = SPAN_BYTES
+# Of the warps that do not multiply, those that have weights copied; the other one does tokens.
+_WEIGHT_WARPS = _GROUP_WARPS - 1
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -91,9 +93,6 @@ class Form:
         token_slots: of spans of tokens that lie in shared memory.
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
-        weight_warps: that have weights copied.
-        turns: after how many of a span's `SPAN_PRODUCTS` products of one group those of the other
-            may begin; 0: both multiply as they come.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
@@ -109,11 +108,9 @@ class Form:
     tokens: int
     out: Out
     groups: int = 2
-    token_slots: int = 3
+    token_slots: int = 4
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
-    weight_warps: int = 3
-    turns: int = SPAN_PRODUCTS
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
@@ -136,10 +133,12 @@ class Form:
 
     @property
     def weight_chunks(self) -> int:
-        """Of a slot of weights: as many as a step's end and a part's leave, up to 32 KB."""
+        """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
         step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
-        own = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
-        return min(own, max(1, _MOST_WEIGHT_SLOT_BYTES // self._weight_chunk_bytes))
+        count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
+        while count > 1 and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
+            count //= 2
+        return count
 
     @property
     def _weight_chunk_bytes(self) -> int:
@@ -159,9 +158,12 @@ class Form:
     @property
     def weight_slots(self) -> int:
         """As many as tokens and results leave room for."""
+        return min(self.most_weight_slots, self._weight_room // self.weight_slot_bytes)
+
+    @property
+    def _weight_room(self) -> int:
         tokens = self.token_slots * self.token_slot_bytes
-        room = TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
-        return min(self.most_weight_slots, room // self.weight_slot_bytes)
+        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
 
     @property
     def shared_bytes(self) -> int:
@@ -181,12 +183,11 @@ class Form:
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
             "kParts": self.parts,
-            "kTurns": self.turns if self.groups > 1 else 0,
             "kPackedThreads": self.threads,
             "kTokenSlots": self.token_slots,
             "kWeightSlots": self.weight_slots,
             "kWeightChunks": self.weight_chunks,
-            "kWeightWarps": self.weight_warps,
+            "kWeightWarps": _WEIGHT_WARPS,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,
@@ -216,7 +217,7 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        ends_in_half=matrix.ends_in_half,
+        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1], ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 
 

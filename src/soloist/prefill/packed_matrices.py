@@ -17,6 +17,7 @@ from soloist.megakernel.plan import Plan
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import (
     ARRANGED_COLUMNS,
+    BLOCK_FRAGMENTS,
     GROUP_FRAGMENTS,
     Fragment,
     Load,
@@ -55,6 +56,8 @@ from soloist.prefill.packed_product import (
 from soloist.prefill.products import Arranged, Factor, Products
 
 _HEAD = "head"
+# What a tile takes beside its products, in tokens by which it is multiplied.
+_TILE_TOKENS = 32
 # Wider tiles of quantised matrices leave no registers for results of this kind.
 _MOST_GATED_TOKENS = 128
 
@@ -283,9 +286,10 @@ class PackedMatrices(Products):
 
         Only short passes have sums in parts: bits of others are the same for any number of tokens.
         """
-        matrix, width = operation.matrix, width_for(tokens, kind)
+        matrix, num_sms = operation.matrix, self._plan.gpu.num_sms
         eight_bits = self._in_eight_bits(operation)
         found = self._fragments(operation, first, gated=is_gated(kind))
+        width = width_for(tokens, kind, -(-len(found) // BLOCK_FRAGMENTS), num_sms)
         may_part = tokens <= MOST_PARTED_TOKENS and not is_gated(kind) and first == 0
         fits = may_part and PARTS[-1] * out.numel() <= self._parts.numel() and out.numel() % 4 == 0
         load = Load(
@@ -293,7 +297,7 @@ class PackedMatrices(Products):
             eight_bits,
         )  # fmt: skip
         each, parts = best_shares(
-            load, self._plan.gpu.num_sms,
+            load, num_sms,
             parts=parts_of(matrix.columns) if fits else (1,),
             multiple=GROUP_FRAGMENTS if kind is Out.ARRANGED else 1,
         )  # fmt: skip
@@ -320,15 +324,27 @@ class PackedMatrices(Products):
         return self._tables[which]
 
 
-def width_for(tokens: int, out: Out) -> int:
-    """Of tiles, for so many tokens: the narrowest that holds them, or one that wastes few."""
+def width_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> int:
+    """Of tiles, for so many tokens: the narrowest that holds them, or with which SMs are done first.
+
+    Args:
+        tokens: of the pass.
+        out: what becomes of sums.
+        row_tiles: tiles of the matrix's rows.
+        num_sms: of the GPU, each of which has a tile at a time.
+    """
     least = WIDTHS[1] if out is Out.ARRANGED else WIDTHS[0]
     most = _MOST_GATED_TOKENS if out is Out.GATED else WIDTHS[-1]
     fit = [width for width in WIDTHS if least <= width <= most]
     if tokens <= fit[-1]:
         return next(width for width in fit if width >= tokens)
-    half = fit[-1] // 2
-    return half if 0 < tokens % fit[-1] <= half and tokens < 4 * fit[-1] else fit[-1]
+
+    def taken(width: int) -> int:
+        tiles = row_tiles * -(-tokens // width)
+        return -(-tiles // num_sms) * (width + _TILE_TOKENS)
+
+    wide = [width for width in fit if 2 * width >= fit[-1]]
+    return min(reversed(wide), key=taken)
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -72,10 +72,10 @@ def test_a_place_has_a_column_of_its_own() -> None:
     ("shape", "width", "tokens", "each", "changes"),
     [
         ("halves left over", 64, 70, 8, {}),
-        ("two groups", 128, 130, 3, {"turns": 2}),
+        ("two groups", 128, 130, 3, {}),
         ("heads", 8, 9, 4, {"groups": 1}),
         ("odd", 64, 33, 8, {"token_slots": 1, "most_weight_slots": 1}),
-        pytest.param("an odd vocabulary", 64, 65, 8, {"turns": 0}, marks=pytest.mark.slow),
+        pytest.param("an odd vocabulary", 64, 65, 8, {}, marks=pytest.mark.slow),
         pytest.param("one block", 256, 300, 8, {}, marks=pytest.mark.slow),
     ],
 )

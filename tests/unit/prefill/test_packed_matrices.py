@@ -290,12 +290,23 @@ def test_what_it_does_not_do_is_refused() -> None:
 
 
 def test_tiles_are_as_wide_as_tokens_are_many() -> None:
-    assert [width_for(n, Out.VALUES) for n in (1, 8, 9, 65, 128, 129)] == [8, 8, 64, 128, 128, 256]
-    assert [width_for(n, Out.VALUES) for n in (256, 300, 384, 500, 2048)] == [
-        256, 128, 128, 256, 256,
+    def found(tokens: int, out: Out = Out.VALUES, row_tiles: int = 32) -> int:
+        return width_for(tokens, out, row_tiles, 132)
+
+    assert [found(n) for n in (1, 8, 9, 65, 128, 129, 192, 193, 256)] == [
+        8, 8, 64, 128, 128, 192, 192, 256, 256,
     ]  # fmt: skip
-    assert width_for(1, Out.ARRANGED) == 64
-    assert width_for(2048, Out.GATED) == 128
+    assert found(1, Out.ARRANGED) == 64
+    assert found(2048, Out.GATED) == 128
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "width"),
+    # 192 tiles of 256 tokens are a round and a half of 132 SMs, 264 of 192 are two.
+    [(24, 192), (32, 256), (16, 256), (128, 256), (48, 256)],
+)
+def test_tiles_are_so_wide_that_sms_are_done_together(row_tiles: int, width: int) -> None:
+    assert width_for(2048, Out.VALUES, row_tiles, 132) == width
 
 
 def test_one_copy_takes_no_room_to_unpack_while_it_runs() -> None:

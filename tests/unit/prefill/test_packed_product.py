@@ -90,7 +90,7 @@ def some(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
 def test_every_format_compiles_without_spills(kind: str) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
-        # Two chunks of four products a turn.
+        # Two chunks of four products.
         assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 8
     compiled(form_of(matrix, Dtype.FP16, 8, Out.WIDE))
     compiled(form_of(matrix, Dtype.BF16, 128, Out.GATED))
@@ -117,7 +117,7 @@ def test_products_in_eight_bits_compile_without_spills(tokens: int, tmp_path: Pa
     for out in (Out.VALUES, Out.WIDE, *([Out.ARRANGED] if tokens > WIDTHS[0] else [])):
         form = replace(form_of(matrix, Dtype.BF16, tokens, out), eight_bits=True)
         cubin = compiled(form)
-        # Two spans of four products a turn.
+        # Four products a span, two spans.
         assert kinds(cubin).count(QGMMA) == 8
         assert kinds(cubin).count(HGMMA) == 0
         if (nvdisasm := disassembler()) is not None:
@@ -138,14 +138,14 @@ def test_the_kernel_that_quantizes_compiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("groups", "turns"), [(1, 0), (2, 0), (2, 3)])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
-def test_variants_to_be_timed_compile(kind: str, groups: int, turns: int) -> None:
+def test_variants_to_be_timed_compile(kind: str, groups: int) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for tokens in WIDTHS[1:]:
         for out in (Out.VALUES, Out.ARRANGED):
             form = form_of(matrix, Dtype.BF16, tokens, out)
-            compiled(replace(form, groups=groups, turns=turns))
+            compiled(replace(form, groups=groups))
 
 
 @pytest.mark.parametrize("kind", some(["plain", "int4", "fp8-block", "int8-zeros"], ("plain",)))
@@ -170,12 +170,11 @@ def test_kernels_beside_them_compile() -> None:
 def test_slots_fill_shared_memory() -> None:
     matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
     form = form_of(matrix, Dtype.BF16, 256, Out.VALUES)
-    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows.
-    assert form.weight_chunks == 2
-    assert [replace(form, token_slots=n).weight_slots for n in TOKEN_SLOTS] == [3, 2, 1]
-    one_by_one = replace(form, most_weight_chunks=1)
-    assert [replace(one_by_one, token_slots=n).weight_slots for n in TOKEN_SLOTS] == [7, 5, 3]
-    assert replace(one_by_one, most_weight_slots=3).weight_slots == 3
+    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows; three slots at least.
+    by_slots = [replace(form, token_slots=n) for n in TOKEN_SLOTS]
+    assert [one.weight_chunks for one in by_slots] == [2, 1, 1]
+    assert [one.weight_slots for one in by_slots] == [3, 5, 3]
+    assert replace(form, most_weight_slots=3).weight_slots == 3
     left = TYPICAL[ARCH].shared_bytes - form.shared_bytes
     assert 0 <= left < form.weight_slot_bytes + 1024
 
@@ -232,13 +231,11 @@ def test_weights_are_what_unpacking_gives_on_the_gpu(kind: str, shape: str, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("groups", "turns", "token_slots"), [(1, 0, 4), (2, 0, 4), (2, 4, 3), (2, 4, 5), (2, 3, 4)]
-)
+@pytest.mark.parametrize(("groups", "token_slots"), [(1, 4), (2, 4), (2, 3), (2, 5)])
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
 def test_products_are_those_of_torch_on_the_gpu(
-    kind: str, dtype: Dtype, groups: int, turns: int, token_slots: int, tmp_path: Path
+    kind: str, dtype: Dtype, groups: int, token_slots: int, tmp_path: Path
 ) -> None:
     """A row has the same bits among any number of rows, in tiles of any width."""
     needs_hopper()
@@ -249,7 +246,7 @@ def test_products_are_those_of_torch_on_the_gpu(
     first = None
     for tokens, width in ((2048, 256), (1500, 128), (64, 64), (300, 256), (1, 8)):
         form = form_of(case.operation.matrix, dtype, width, Out.VALUES)
-        form = replace(form, groups=groups, turns=turns, token_slots=token_slots)
+        form = replace(form, groups=groups, token_slots=token_slots)
         seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
         first = seen if first is None else first
         assert torch.equal(seen, first[:tokens])
@@ -259,7 +256,7 @@ def test_products_are_those_of_torch_on_the_gpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", [3, 4, 5])
 @pytest.mark.parametrize("out", [Out.VALUES, Out.WIDE])
-def test_groups_without_rows_give_back_their_turns_on_the_gpu(
+def test_groups_without_rows_give_back_what_comes_on_the_gpu(
     out: Out, each: int, tmp_path: Path
 ) -> None:
     """In all tiles, in the last one, or in none."""
@@ -331,11 +328,9 @@ def test_products_in_eight_bits_on_the_gpu(columns: int, tmp_path: Path) -> None
         form = replace(
             form_of(case.operation.matrix, Dtype.BF16, width, Out.VALUES), eight_bits=True
         )
-        for turns in (form.turns, 0):
-            own = replace(form, turns=turns)
-            seen = multiplied(case, own, x[:tokens].contiguous(), form.fragments, tmp_path)
-            first = seen if first is None else first
-            assert torch.equal(seen, first[:tokens])
+        seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
+        first = seen if first is None else first
+        assert torch.equal(seen, first[:tokens])
     assert (first.double() - wanted).norm() <= 1e-2 * wanted.norm()
 
 

@@ -10,9 +10,7 @@
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
-// Two groups take turns on the tensor cores (kTurns): a product whose rows are in registers holds its warps until the tensor cores take
-// it, so groups that begin at once would also make their next operands at once, and nothing would be multiplied meanwhile. While the
-// other group has its turn, a group makes the next chunk's operands and reads the weights of the one after from shared memory.
+// While a group's products are made it makes the next span's operands, and reads the weights of the one after from shared memory.
 //
 // kEightBits: both factors have 8 bits, e4m3. Codes of the matrix are operands as they are stored, and tokens come in 8 bits with a scale
 // each (kernels/quantize_rows.cu). A sum is multiplied by its row's scale times its token's and then rounded as others are. The tensor
@@ -55,7 +53,6 @@ static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide)
 static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
 static_assert(kWeightChunks % kSpanChunks == 0, "a span's weights come together");
 static_assert(!kEightBits || (kCodes == Codes::kFp8 && kGroup == kStepColumns && !kGrouped), "a scale for each row, which all steps have");
-static_assert(kTurns == 0 || kGroups == 2, "one group has nobody to take turns with");
 
 // Slots, and their barriers of 8 bytes each.
 struct Ring {
@@ -66,8 +63,6 @@ struct Rings {
 };
 using TokenSlot = SlotState<kTokenSlots>;
 using WeightSlot = SlotState<kWeightSlots>;
-// Named barriers 1 and 2 are where a group's warps meet; those from here on are the groups' turns.
-inline constexpr u32 kFirstTurn = 3;
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -143,12 +138,10 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
 #pragma unroll
         for (u32 run = 0; run < kRuns; ++run)
           copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
-        if constexpr (kEightBits) {
-          if (chunk == own.part * kPartChunks) Shared::prefetch(own.image, half, which, chunk);
-        } else {
-#pragma unroll
-          for (u32 i = 0; i < kWeightChunks; ++i) Shared::prefetch(own.image, half, which, chunk + i);
-        }
+        // In 8 bits all steps have the same ones.
+        const u32 prefetched = !kEightBits ? kWeightChunks : chunk == own.part * kPartChunks ? 1 : 0;
+#pragma unroll 1
+        for (u32 i = 0; i < prefetched; ++i) Shared::prefetch(own.image, half, which, chunk + i);
       }
     }
   }
@@ -228,7 +221,8 @@ __device__ __forceinline__ void write_wide(const float (&sums)[kSums], u32 first
 
 // Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
 // multiplies. Where the next product wants them arranged, the group's four warps have 32 neurons in order: 16 bytes of a token
-// are a word of each.
+// are a word of each. They leave through two places in turn, so warps meet once for 32 tokens: who writes to a place knows that all
+// have read the one before.
 __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
                                             u32 shared, u32 token, u32 warp, u32 lane) {
   u32 words[4];  // 8 tokens each
@@ -239,20 +233,20 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
                                        pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
                           : 0;
   }
-  store_matrices_transposed(shared + lane * 16, words);
+  const u32 place = kOut == Out::kArranged ? first / kLeaving % 2 * (kLeavingBytes / 2) : 0;
+  store_matrices_transposed(shared + place + lane * 16, words);
   u16* const out = reinterpret_cast<u16*>(product.out);
   const bool exists = halves[0].kind != HalfKind::kNone;
   if constexpr (kOut == Out::kArranged) {
     meet_at(1 + warp / 4, 128);
     const u32 thread = warp % 4 * 32 + lane, part = thread % 4, row = token + first + thread / 4;
-    const u32 at = shared - warp % 4 * kLeavingBytes + thread / 4 * 16 + part * 4;
+    const u32 at = shared - warp % 4 * kLeavingBytes + place + thread / 4 * 16 + part * 4;
     uint4 v;
     v.x = load_shared1(at), v.y = load_shared1(at + kLeavingBytes);
     v.z = load_shared1(at + 2 * kLeavingBytes), v.w = load_shared1(at + 3 * kLeavingBytes);
     const u32 neuron = halves[0].out - warp % 4 * 8;  // the group's first
     if (thread / 4 < kLeaving && row < product.tokens && exists)
       *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + neuron + part * 8) = v;
-    meet_at(1 + warp / 4, 128);
   } else {
     __syncwarp();
     const u32 row = token + first + lane;
@@ -262,18 +256,14 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
   }
 }
 
-// A group without rows in a tile: it gives back what comes, and its turns.
-__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 group, u32 lane) {
+// A group without rows in a tile: it gives back what comes.
+__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
 #pragma unroll 1
   for (u32 span = 0; span < kPartSpans; ++span, tokens.next()) {
     if (span % kSlotSpans == 0) {
       wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
       if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
       weights.next();
-    }
-    if constexpr (kTurns > 0) {
-      await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
-      give_turn(kFirstTurn + (group ^ 1), kMultiplyingWarps * 32);
     }
     wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
     if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
@@ -299,10 +289,9 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& 
 // A warp of those that multiply. A span's weights are read two spans ahead, and become operands one span ahead, while the tensor
 // cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
 __device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 results, u32 warp, u32 lane) {
-  const u32 shared = results + warp * kLeavingBytes, group = warp / 4;
+  const u32 shared = results + warp * kLeavingBytes;
   TokenSlot tokens;
   WeightSlot weights;
-  if (kTurns > 0 && group == 1) give_turn(kFirstTurn, kMultiplyingWarps * 32);
 #pragma unroll 1
   for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
@@ -311,7 +300,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     const Half halves[2] = {own[0], own[1]};
     // Groups are filled from the first warp on.
     if (own[-static_cast<i32>(warp % 4 * 2)].kind == HalfKind::kNone) {
-      pass_by(rings, tokens, weights, group, lane);
+      pass_by(rings, tokens, weights, lane);
       continue;
     }
     const bool is_tile = halves[0].kind == HalfKind::kTile;
@@ -363,13 +352,9 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     const auto take = [&](u32 span, uint4 (&now)[4], uint4 (&next)[4]) {
       wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
       const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
-      if constexpr (kTurns > 0) await_turn(kFirstTurn + group, kMultiplyingWarps * 32);
       begin_products();
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
-        if (k + 1 == kTurns) give_turn(kFirstTurn + (group ^ 1), kMultiplyingWarps * 32);
-      }
+      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
       commit_products();
       if (span + 1 < end) {
         // It comes before the conversion, or the compiler would begin that before the products.
