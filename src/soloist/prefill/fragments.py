@@ -202,8 +202,8 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 
 
 # Of an SM in a cycle: bytes of weights from memory, bytes of activations from the L2 (a guess), and
-# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, and that
-# writing and adding parts takes.
+# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, and
+# that writing and adding parts takes.
 _MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING = 20, 40, 2, 7000, 9000
 _STEP = 16  # columns of a product
 

@@ -217,7 +217,8 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1], ends_in_half=matrix.ends_in_half,
+        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1],
+        ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 
 

@@ -325,7 +325,7 @@ class PackedMatrices(Products):
 
 
 def width_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> int:
-    """Of tiles, for so many tokens: the narrowest that holds them, or with which SMs are done first.
+    """Of tiles, for so many tokens: the narrowest that holds them, else the quickest.
 
     Args:
         tokens: of the pass.
