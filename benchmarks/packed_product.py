@@ -46,15 +46,26 @@ from soloist.prefill.packed_form import (
     Out,
     form_of,
     parts_of,
+    quantize_source,
     rows_source,
 )
-from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
+from soloist.prefill.packed_product import (
+    PackedProduct,
+    PackedQuantize,
+    PackedRows,
+    is_gated,
+    on_device,
+)
 from soloist.prefill.sources import prefill_sources
 from soloist.settings import read_settings
 from soloist.weights.choice import Rounding
 
 SHAPES = ("llama-3.2-1b", "qwen3-1.7b", "laneformer-2b-as-llama", "llama-3.1-8b")
-KINDS: dict[str, Codes | None] = {"bf16": None, "fp8": Codes.FP8, "int4": Codes.INT4}
+# By activations in 8 bits, too.
+EIGHT_BITS = "fp8-8-bits"
+KINDS: dict[str, Codes | None] = {
+    "bf16": None, "fp8": Codes.FP8, EIGHT_BITS: Codes.FP8, "int4": Codes.INT4,
+}  # fmt: skip
 MATRICES = ("qkv", "attention_output", "gate_up", "down")
 _DEVICE = "cuda"
 _FOLDER = Path(__file__).parent / "shapes"
@@ -90,6 +101,7 @@ class Case:
         widths = [w for w in WIDTHS[1:] if w <= tokens and 16 * w >= tokens]
         for width in widths:
             form = form_of(self.operation.matrix, self.plan.dtype, width, out)
+            form = replace(form, eight_bits=self.kind == EIGHT_BITS)
             yield form
             yield replace(form, groups=1)
             yield from (replace(form, token_slots=n) for n in TOKEN_SLOTS if n != form.token_slots)
@@ -148,7 +160,9 @@ def _compile(shapes: Sequence[str], kinds: Sequence[str], tokens: Sequence[int])
                     for form in case.forms(count):
                         sources[form.source.header, form.source.kernel] = form.source
             rows = _rows_source(_plan(shape, "bf16"))
-            sources[rows.header, rows.kernel] = rows
+            quantize = quantize_source(Dtype.BF16)
+            for source in (rows, quantize):
+                sources[source.header, source.kernel] = source
     cache = read_settings().cache
     start = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
@@ -183,17 +197,25 @@ def _of_matrix(
     library = _library_us(config, matrix, own.rows, x, layers)
     arranged, arranging = torch.empty_like(x), PackedRows(_rows_source(plan), read_settings().cache)
     arrange = _per_launch_us(lambda _: arranging.arrange(x, None, arranged, _stream()), layers)
+    codes, scales = torch.empty_like(x, dtype=torch.uint8), torch.ones(tokens + 1, device=_DEVICE)
+    quantizing = PackedQuantize(Dtype.BF16, read_settings().cache)
+    quantize = _per_launch_us(
+        lambda _: quantizing(arranged, None, codes, scales, _stream(), arranged=True), layers
+    )
     line = f"{shape:22} {matrix:16} T={tokens:<5} library {library:7.1f}  arrange {arrange:5.1f}"
+    line += f"  quantize {quantize:5.1f}"
     found: list[dict[str, object]] = []
     for kind in kinds:
         case = next(c for c in _cases(shape, kind) if c.matrix == matrix)
-        timed = sorted(_packed(case, arranged, layers))
+        given = (codes, scales) if kind == EIGHT_BITS else (arranged, None)
+        timed = sorted(_packed(case, *given, layers))
         best, how = timed[0]
         line += f" | {kind} {best:7.1f} ({best / library:4.2f}) {how:12}"
         found += [
             {
                 "shape": shape, "matrix": matrix, "tokens": tokens, "kind": kind,
-                "library_us": library, "arrange_us": arrange, "variant": variant, "us": us,
+                "library_us": library, "arrange_us": arrange, "quantize_us": quantize,
+                "variant": variant, "us": us,
             }
             for us, variant in timed
         ]  # fmt: skip
@@ -201,7 +223,9 @@ def _of_matrix(
     return found
 
 
-def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
+def _packed(
+    case: Case, x: Tensor, scales: Tensor | None, layers: int
+) -> Iterator[tuple[float, str]]:
     """Microseconds of every variant, and which it is; parts are added within these."""
     plan, operation, cache = case.plan, case.operation, read_settings().cache
     image, tokens = _random_image(plan, layers), len(x)
@@ -210,19 +234,19 @@ def _packed(case: Case, x: Tensor, layers: int) -> Iterator[tuple[float, str]]:
         gated = is_gated(form.out)
         pieces = fragments(plan.shape, operation, plan.image.block_stride, gated=gated)
         results = operation.matrix.rows // (2 if gated else 1)
-        out = torch.empty(tokens, results, dtype=x.dtype, device=_DEVICE)
+        out = torch.empty(tokens, results, dtype=torch.bfloat16, device=_DEVICE)
         shape = (form.parts, tokens, results)
         parts = torch.empty(shape, dtype=torch.float32, device=_DEVICE) if form.parts > 1 else None
         kernel = PackedProduct(form, cache)
         bits, token_tiles = operation.matrix.format.value_bits, -(-tokens // form.tokens)
         even, _ = best_shares(
-            Load(len(pieces), form.columns, bits, form.tokens, token_tiles),
+            Load(len(pieces), form.columns, bits, form.tokens, token_tiles, form.eight_bits),
             plan.gpu.num_sms, parts=(form.parts,),
             multiple=GROUP_FRAGMENTS if form.out is Out.ARRANGED else 1,
         )  # fmt: skip
         for each in sorted({min(even, form.fragments), form.fragments}):
             tiling, words = tiled(pieces, each, results)
-            launch = _Launch(case, image, kernel, on_device(words, x.device), tiling)
+            launch = _Launch(case, image, kernel, on_device(words, x.device), tiling, scales)
             how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{each}"
             how += "g" if form.out is Out.GATED else ""
             yield (
@@ -239,6 +263,7 @@ class _Launch(NamedTuple):
     kernel: PackedProduct
     table: Tensor
     tiling: Tiling
+    scales: Tensor | None
 
     def __call__(
         self, x: Tensor, out: Tensor, parts: Tensor | None, beside: PackedRows, layer: int
@@ -246,7 +271,7 @@ class _Launch(NamedTuple):
         place = self.case.plan.image.matrix_offset(layer, self.case.matrix)
         to = out if parts is None else parts
         address, stream = self.image.data_ptr() + place, _stream()
-        self.kernel.launch(x, address, self.table, self.tiling, to, stream)
+        self.kernel.launch(x, address, self.table, self.tiling, to, stream, self.scales)
         if parts is not None:
             beside.add_parts(parts, out, stream)
 

@@ -342,6 +342,8 @@ def test_offloaded_prompts_come_back(soloist, subject):
         (("--path", "decode"), "auto, prefill on the CPU"),
         (("--path", "both"), "prefill, decode, auto"),
         (("--packed-prompts",), "one or more Hopper GPUs"),
+        (("--eight-bit-prompts", "--packed-prompts"), "one or more Hopper GPUs"),
+        (("--eight-bit-prompts",), "add --packed-prompts, or leave out --eight-bit-prompts"),
     ],
 )
 def test_what_cannot_be_measured_of_prompts_is_refused(soloist, options, reason):

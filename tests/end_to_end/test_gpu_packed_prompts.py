@@ -15,6 +15,7 @@ from plan.shapes import SHAPES
 from soloist.bench.subject import Reading, rounded_shape, shape_on_gpu, shape_placement
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.kernel import KernelModel
+from soloist.errors import SettingError
 from soloist.kv.chunks import LEAST_CHUNK_TOKENS
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -31,6 +32,8 @@ pytestmark = pytest.mark.gpu
 CONTEXT = 2560
 # Relative error of logits: both ways round to 16 bits after every product.
 MOST_DIFFERENCE = 0.03
+# The same where activations have 4 bits of precision.
+MOST_EIGHT_BIT_DIFFERENCE = 0.3
 LENGTHS = (20, 128, 300, 1000, 2048)
 
 
@@ -108,6 +111,55 @@ def test_public_shapes(name: str, codes: Codes | None) -> None:
         torch.cuda.empty_cache()
     for wanted, seen in zip(*found, strict=True):
         require_near(seen, wanted)
+
+
+def test_prompts_in_eight_bits_are_near_those_in_sixteen(tmp_path: Path) -> None:
+    """étude in FP8, whose activations are rounded as its weights were; no cut changes a bit."""
+    folder = tmp_path / "etude"
+    write_export(plan_export(shipped_folder("etude"), Asked(Codes.FP8, Codes.INT8)), folder)
+    rows = load(folder)
+    vocab = rows.config.vocab_size
+    wanted = [logits(rows.model, vocab, tokens) for tokens in LENGTHS]
+    eight = load(
+        folder, packed_prompts=True, eight_bit_prompts=True, keeps_prefixes=True, sequences=2
+    )
+    assert isinstance(eight.model, KernelModel)
+    products = eight.model.prefill.parts[0].work.products
+    assert isinstance(products, PackedMatrices)
+    for tokens, of_rows in zip(LENGTHS, wanted, strict=True):
+        seen = logits(eight.model, vocab, tokens)
+        assert torch.isfinite(seen).all()
+        assert not torch.equal(seen, of_rows)
+        assert (seen - of_rows).norm() <= MOST_EIGHT_BIT_DIFFERENCE * of_rows.norm()
+    assert any(form.eight_bits for form in products.forms)
+    for tokens in (700, 2048):
+        whole = logits(eight.model, vocab, tokens)
+        for chunk in (LEAST_CHUNK_TOKENS, 512):
+            assert torch.equal(logits(eight.model, vocab, tokens, chunk), whole)
+
+
+def test_a_public_shape_in_eight_bits() -> None:
+    """All matrices of a layer, where étude's rows are too short for some."""
+    config = read_config(SHAPES["llama-3.2-1b"])
+    placed = shape_placement(SHAPES["llama-3.2-1b"], "bf16", torch.device("cuda"), "cuda", 1)
+    shape, found = rounded_shape(config, Dtype.BF16, Rounding(Codes.FP8, None)), []
+    for eight_bits in (False, True):
+        reading = Reading(packed_prompts=True, eight_bit_prompts=eight_bits)
+        model = shape_on_gpu(shape, CONTEXT, placed, reading=reading)
+        found.append([logits(model, config.vocab_size, tokens) for tokens in (128, 2048)])
+        if eight_bits:
+            cut = logits(model, config.vocab_size, 2048, LEAST_CHUNK_TOKENS)
+            assert torch.equal(cut, found[-1][-1])
+        del model
+        torch.cuda.empty_cache()
+    for wanted, seen in zip(*found, strict=True):
+        assert torch.isfinite(seen).all()
+        assert 0 < (seen - wanted).norm() <= MOST_EIGHT_BIT_DIFFERENCE * wanted.norm()
+
+
+def test_eight_bits_of_other_models_are_refused() -> None:
+    with pytest.raises(SettingError, match="FP8 with one scale per row"):
+        load("etude", packed_prompts=True, eight_bit_prompts=True)
 
 
 def test_memory_is_that_of_one_copy() -> None:

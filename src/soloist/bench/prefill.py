@@ -35,7 +35,11 @@ from soloist.bench.subject import (
 )
 from soloist.device import available_memory_bytes
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import require_kv_attention, resolve_device
+from soloist.engine.config import (
+    require_kv_attention,
+    require_packed_eight_bits,
+    resolve_device,
+)
 from soloist.engine.engine import device_name, devices
 from soloist.engine.executor import Executor
 from soloist.engine.kernel import SHARED_CHUNK_TOKENS
@@ -142,11 +146,13 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
     """
     config = _checked(plan)
     require_kv_attention(plan.asked)
+    require_packed_eight_bits(plan.asked)
     device = torch.device(resolve_device(plan.asked.device, devices()))
     if device.type != "cuda":
         for option, is_asked in (
             ("--page-attention", plan.asked.page_attention),
             ("--packed-prompts", plan.asked.packed_prompts),
+            ("--eight-bit-prompts", plan.asked.eight_bit_prompts),
         ):
             if is_asked:
                 raise SettingError(option, str(device), "one or more Hopper GPUs")
@@ -278,7 +284,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
             shape, room, placed, 1 + plan.num_streams, chunk_tokens=chunk, keeps_prefixes=keeps,
             reading=Reading(
                 plan.asked.packed_prompts, plan.asked.page_attention, plan.asked.tail_path,
-                host_bytes,
+                host_bytes, plan.asked.eight_bit_prompts,
             ),
         )  # fmt: skip
     ids = random_prompt(config, longest)

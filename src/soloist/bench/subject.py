@@ -53,12 +53,14 @@ class Reading(NamedTuple):
         page_attention: the same.
         tail_path: the same.
         host_bytes: of the host's memory, at most, for cached prompts whose pages others need.
+        eight_bit_prompts: as of `EngineConfig`.
     """
 
     packed_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
     host_bytes: int = 0
+    eight_bit_prompts: bool = False
 
 
 AS_EVER = Reading()
@@ -286,7 +288,7 @@ def shape_on_gpu(
     capacity = Capacity(
         context_tokens, sequences, chunk_tokens=chunk_tokens, keeps_prefixes=keeps_prefixes,
         host_bytes=reading.host_bytes, page_attention=pages is not None,
-        tail_path=reading.tail_path,
+        tail_path=reading.tail_path, eight_bit_prompts=reading.eight_bit_prompts,
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,

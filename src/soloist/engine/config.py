@@ -70,6 +70,9 @@ class EngineConfig:
             it is loaded, before anything is rounded.
         packed_prompts: prompts are read from the packed weights, and rows are never kept, which
             took 16 to 26 % longer for 2,048 tokens in bf16 on an H100.
+        eight_bit_prompts: with `packed_prompts`, activations of prompts are rounded to FP8, a scale
+            for each token, where they meet matrices in FP8 with one scale per row: for models that
+            were made for it. Others lose accuracy. Generated tokens have 16 bits in any case.
         page_attention: whether prompts attend to KV pages by a kernel of ours, without a copy of
             what was cached, or by a library. None takes the kernel where it runs: on Hopper GPUs,
             without `kv`, of models without lanes. The ways have other bits.
@@ -99,6 +102,7 @@ class EngineConfig:
     head_weights: Codes | None = None
     kv: KvName | None = None
     packed_prompts: bool = False
+    eight_bit_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
     accepted_fields: tuple[str, ...] = ()
@@ -197,6 +201,7 @@ def resolve(
     if not 1 <= asked.sequences <= MAX_QUERIES:
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
     require_kv_attention(asked)
+    require_packed_eight_bits(asked)
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(
@@ -244,6 +249,19 @@ def require_kv_attention(asked: EngineConfig) -> None:
         raise SettingError(
             "--kv", asked.kv, "none with --page-attention, which reads keys and values in 16 bits",
             "leave out --kv or --page-attention",
+        )  # fmt: skip
+
+
+def require_packed_eight_bits(asked: EngineConfig) -> None:
+    """Refuse activations in 8 bits where prompts are multiplied by numbers in 16.
+
+    Raises:
+        SettingError: 8 bits are asked for, and packed prompts are not.
+    """
+    if asked.eight_bit_prompts and not asked.packed_prompts:
+        raise SettingError(
+            "--eight-bit-prompts", "on, without --packed-prompts", "both, on one Hopper GPU",
+            "add --packed-prompts, or leave out --eight-bit-prompts",
         )  # fmt: skip
 
 

@@ -430,6 +430,7 @@ def _kernel(
         host_bytes=host_bytes,
         page_attention=resolved.page_attention,
         tail_path=asked.tail_path,
+        eight_bit_prompts=asked.eight_bit_prompts,
     )
     cache = read_settings().cache
     model = load_kernel(
@@ -457,7 +458,8 @@ def _save_prompts(
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
-        asked.rounding, asked.packed_prompts, keeps_rows, resolved.page_attention,
+        asked.rounding, asked.packed_prompts, asked.eight_bit_prompts, keeps_rows,
+        resolved.page_attention,
     )  # fmt: skip
     model.save_to(asked.cache_dir, cache_dir_bytes(asked), facts)
 

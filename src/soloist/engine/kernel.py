@@ -41,7 +41,11 @@ from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.packed_experts import PackedExperts
-from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts
+from soloist.prefill.packed_matrices import (
+    PackedMatrices,
+    require_eight_bit_prompts,
+    require_packed_prompts,
+)
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
@@ -80,6 +84,7 @@ class Capacity:
         page_attention: whether prefill attends to KV pages by a kernel of ours, and has memory for
             that (`PageAttention`); None: where it runs.
         tail_path: which way the tokens behind a prompt's last chunk are read (`TailRule`).
+        eight_bit_prompts: activations of packed prompts have 8 bits where matrices are FP8.
     """
 
     context_tokens: int
@@ -90,6 +95,7 @@ class Capacity:
     host_bytes: int = 0
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
+    eight_bit_prompts: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -150,11 +156,13 @@ def load_kernel(
         packed_prompts: prefill reads the packed weights (`PackedMatrices`); rows are not kept.
 
     Raises:
+        SettingError: no matrix is FP8 as 8 bits for prompts want it.
         ShapeUnsupported: prompts cannot be read from packed weights, or attention not from pages.
         DeviceError: the kernels cannot be compiled, loaded or started.
     """
     assert len(weights) == len(devices) == plan.ranks, "something for every rank"
     assert not (keep_rows and packed_prompts), "one copy"
+    assert packed_prompts or not capacity.eight_bit_prompts, "of packed weights"
     shares_gpu = len(set(devices)) < len(devices)
     pages = page_form(plan, asked=capacity.page_attention, shares_gpu=shares_gpu)
     capacity = replace(capacity, page_attention=pages is not None)
@@ -162,6 +170,8 @@ def load_kernel(
     if packed_prompts:
         require_packed_prompts(plan)
         reads = _Reads.PACKED
+        if capacity.eight_bit_prompts:
+            require_eight_bit_prompts(plan)
 
     def load(rank: int) -> LoadedRank:
         device, own = devices[rank], weights[rank]
@@ -230,7 +240,9 @@ def _load_rank(
         matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
-        matrices = PackedMatrices(plan, packed, tables, most, cache_root)
+        matrices = PackedMatrices(
+            plan, packed, tables, most, cache_root, eight_bits=capacity.eight_bit_prompts
+        )
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)

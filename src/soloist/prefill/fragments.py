@@ -104,6 +104,18 @@ def arranged_column(place: int) -> int:
     return first + word % 4 * 8 + word // 4 * 2 + value
 
 
+def eight_bit_columns(columns: int) -> list[int]:
+    """The same of activations in 8 bits, of which `wgmma` has 4 neighbouring columns a word."""
+    return [eight_bit_column(place) for place in range(columns)]
+
+
+def eight_bit_column(place: int) -> int:
+    """The column of one place, in 8 bits."""
+    first, within = place // ARRANGED_COLUMNS * ARRANGED_COLUMNS, place % ARRANGED_COLUMNS
+    word, value = within // 4, within % 4
+    return first + word % 4 * 8 + word // 4 * 4 + value
+
+
 def has_fragments(operation: Operation) -> bool:
     """Whether a matrix's rows come in units of whole halves."""
     return operation.matrix.order is not RowOrder.FINELY_PAIRED
@@ -206,6 +218,7 @@ class Load:
         value_bits: of a weight.
         width: tokens of a tile.
         token_tiles: how many of these.
+        eight_bits: of activations, by which products take half.
     """
 
     count: int
@@ -213,6 +226,7 @@ class Load:
     value_bits: int
     width: int
     token_tiles: int
+    eight_bits: bool = False
 
 
 def best_shares(
@@ -226,15 +240,16 @@ def best_shares(
         parts: that are possible.
         multiple: what fragments of a tile are a multiple of.
     """
+    halves = 2 if load.eight_bits else 1
 
     def cycles(shares: tuple[int, int]) -> float:
         """On the busiest SM."""
         each, parts = shares
         tiles = -(-load.count // each) * load.token_tiles * parts
-        products = -(-each // GROUP_FRAGMENTS) * load.width / _TOKENS
+        products = -(-each // GROUP_FRAGMENTS) * load.width / _TOKENS / halves
         fragment_bytes = 2 * HALF_TILE_ROWS * _STEP * load.value_bits / 8
         weights = each * fragment_bytes / _MEMORY_BYTES / load.token_tiles
-        tokens = load.width * _STEP * 2 / _L2_BYTES
+        tokens = load.width * _STEP * 2 / halves / _L2_BYTES
         steps = load.columns / _STEP / parts
         taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens) + _TILE)
         return taken + (_ADDING if parts > 1 else 0)

@@ -28,6 +28,7 @@ from soloist.prefill.header import AWAIT_NS
 
 KERNEL, ENTRY = "kernels/packed_product.cu", "packed_product"
 ROWS_KERNEL, ROWS_ENTRIES = "kernels/packed_rows.cu", ("arrange", "add_parts", "look_up")
+QUANTIZE_KERNEL, QUANTIZE_ENTRY = "kernels/quantize_rows.cu", "quantize_rows"
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
 WIDTHS = (8, 64, 128, 192, 256)
@@ -42,6 +43,10 @@ _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
 _MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
+# A slot of tokens has so many bytes of each, a span: a chunk of columns, or two in 8 bits.
+SPAN_BYTES = 2 * CHUNK_COLUMNS
+# Columns of a span in 8 bits, of which matrices multiplied in 8 bits have whole ones.
+EIGHT_BIT_COLUMNS = SPAN_BYTES
 # Of the warps that do not multiply, those that have weights copied; the other one does tokens.
 _WEIGHT_WARPS = _GROUP_WARPS - 1
 # Of threads, once groups of warps have traded those that the launch gives all of them.
@@ -85,13 +90,14 @@ class Form:
         tokens: of a tile, one of `WIDTHS`.
         out: what becomes of sums.
         groups: of four warps that multiply 64 rows each.
-        token_slots: of chunks of tokens that lie in shared memory.
+        token_slots: of spans of tokens that lie in shared memory.
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
         grouped: rows are those of several experts, each with a matrix of its own.
+        eight_bits: tokens are in FP8 (`PackedQuantize`), as the matrix is (`takes_eight_bits`).
     """
 
     stored: WeightFormat
@@ -108,6 +114,7 @@ class Form:
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
+    eight_bits: bool = False
 
     @property
     def fragments(self) -> int:
@@ -121,8 +128,8 @@ class Form:
 
     @property
     def token_slot_bytes(self) -> int:
-        """A chunk of tokens."""
-        return self.tokens * CHUNK_COLUMNS * self.dtype.num_bytes
+        """A span of tokens."""
+        return self.tokens * SPAN_BYTES
 
     @property
     def weight_chunks(self) -> int:
@@ -196,11 +203,12 @@ class Form:
             f"enum class Out : u32 {{ {', '.join(Out)} }};",
             f"constexpr Out kOut = Out::{self.out};",
             f"constexpr bool kGrouped = {str(self.grouped).lower()};",
+            f"constexpr bool kEightBits = {str(self.eight_bits).lower()};",
             f"constexpr bool kTradesRegisters = {str(self.groups > 1).lower()};",
             *(f"constexpr unsigned {name} = {n}u;" for name, n in numbers.items()),
             f"constexpr unsigned long long kAwaitNs = {AWAIT_NS}ull;",
             PIECE.cuda,
-            multiply_rows(self.tokens, self.dtype),
+            multiply_rows(self.tokens, self.dtype, eight_bits=self.eight_bits),
         ]
         return "\n".join(lines) + "\n"
 
@@ -217,6 +225,14 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
 def knows_format(stored: WeightFormat) -> bool:
     """Whether these products know it: not with offsets, nor with super-blocks."""
     return not (stored.offset_bits or stored.super_block)
+
+
+def takes_eight_bits(matrix: Matrix) -> bool:
+    """Whether a matrix can be multiplied by activations in FP8: it is, with a scale per row."""
+    meaning = matrix.format.meaning
+    if meaning is None or meaning.codes is not Codes.FP8:
+        return False
+    return meaning.group == 0 and matrix.columns % EIGHT_BIT_COLUMNS == 0
 
 
 def operations_of(plan: Plan) -> list[Operation]:
@@ -246,6 +262,16 @@ def parted_bytes(plan: Plan) -> int:
 def rows_source(stored: WeightFormat, dtype: Dtype, steps: int) -> Source:
     """Of the kernels that arrange activations and look up rows of an embedding stored like this."""
     return Source(ROWS_KERNEL, weights_header(stored, dtype, steps, pairs_steps=False) + "\n")
+
+
+def quantize_source(dtype: Dtype) -> Source:
+    """Of the kernel that gives activations of this type 8 bits."""
+    lines = [
+        "// Generated; see prefill/packed_form.py.",
+        "#pragma once",
+        f"constexpr bool kBf16 = {str(dtype is Dtype.BF16).lower()};",
+    ]
+    return Source(QUANTIZE_KERNEL, "\n".join(lines) + "\n")
 
 
 def weights_header(
@@ -285,13 +311,16 @@ def weights_header(
     )
 
 
-def multiply_rows(tokens: int, dtype: Dtype) -> str:
+def multiply_rows(tokens: int, dtype: Dtype, *, eight_bits: bool = False) -> str:
     """CUDA text: wgmma of 64 rows in registers and so many tokens in shared memory.
 
-    Rows `a` are of m64k16, tokens an operand of ptx/wgmma.cuh; s[4 j + 2 h + i] of lane l in warp w
-    is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
+    Rows `a` are of m64k16, in 8 bits of m64k32, tokens an operand of ptx/wgmma.cuh;
+    s[4 j + 2 h + i] of lane l in warp w is row 16 w + 8 h + l / 4, token 8 j + 2 (l % 4) + i.
     """
-    sums, kind = tokens // 2, dtype.value.replace("fp16", "f16")
+    sums, kind, depth = tokens // 2, dtype.value.replace("fp16", "f16"), 16
+    ending = "p, 1, 1, 0"  # signs, and that tokens lie along their columns
+    if eight_bits:
+        kind, depth, ending = "e4m3", 32, "p, 1, 1"
     places = ", ".join(f"%{i}" for i in range(sums))
     a = ", ".join(f"%{sums + i}" for i in range(4))
     outputs = ", ".join(f'"+f"(s[{i}])' for i in range(sums))
@@ -299,8 +328,8 @@ def multiply_rows(tokens: int, dtype: Dtype) -> str:
         f"__device__ __forceinline__ void multiply_rows(float (&s)[{sums}], const uint4& a, u64 b, "
         "u32 adds) {\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{sums + 5}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.{kind}.{kind} "
-        f'{{{places}}}, {{{a}}}, %{sums + 4}, p, 1, 1, 0; }}"\n'
+        f"wgmma.mma_async.sync.aligned.m64n{tokens}k{depth}.f32.{kind}.{kind} "
+        f'{{{places}}}, {{{a}}}, %{sums + 4}, {ending}; }}"\n'
         f"      : {outputs}\n"
         '      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(adds));\n'
         "}\n"

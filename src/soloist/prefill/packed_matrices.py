@@ -1,6 +1,6 @@
 """Products with a model's packed matrices: prompts read what decoding reads, on one Hopper GPU."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.errors import ShapeUnsupported
+from soloist.errors import SettingError, ShapeUnsupported
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import RowOrder
@@ -31,6 +31,7 @@ from soloist.prefill.fragments import (
 )
 from soloist.prefill.packed_form import (
     ARCH,
+    EIGHT_BIT_COLUMNS,
     MOST_PARTED_TOKENS,
     PARTS,
     WIDTHS,
@@ -43,8 +44,15 @@ from soloist.prefill.packed_form import (
     parted_bytes,
     parts_of,
     rows_source,
+    takes_eight_bits,
 )
-from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
+from soloist.prefill.packed_product import (
+    PackedProduct,
+    PackedQuantize,
+    PackedRows,
+    is_gated,
+    on_device,
+)
 from soloist.prefill.products import Arranged, Factor, Products
 
 _HEAD = "head"
@@ -77,6 +85,23 @@ def require_packed_prompts(plan: Plan) -> None:
         assert has_fragments(op), "a rank that is alone has units of whole halves"
 
 
+def require_eight_bit_prompts(plan: Plan) -> None:
+    """Refuse 8 bits for prompts that no product would take, before anything is allocated.
+
+    Raises:
+        SettingError: no matrix of a layer is FP8 with one scale per row.
+    """
+    layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
+    if any(takes_eight_bits(matrix) for matrix in layers):
+        return
+    found = ", ".join(dict.fromkeys(matrix.format.name for matrix in layers))
+    raise SettingError(
+        "--eight-bit-prompts", f"on, with layers in {found}",
+        f"FP8 with one scale per row, of rows that are multiples of {EIGHT_BIT_COLUMNS} columns",
+        "leave it out, or round a 16-bit model with --weights fp8",
+    )  # fmt: skip
+
+
 class _Launch(NamedTuple):
     """All that a product needs beside its factor."""
 
@@ -85,14 +110,15 @@ class _Launch(NamedTuple):
     table: Tensor
     tiling: Tiling
 
-    def __call__(self, x: Tensor, out: Tensor, stream: int) -> None:
-        self.kernel.launch(x, self.image, self.table, self.tiling, out, stream)
+    def __call__(self, x: Tensor, out: Tensor, stream: int, scales: Tensor | None) -> None:
+        self.kernel.launch(x, self.image, self.table, self.tiling, out, stream, scales)
 
 
 class PackedMatrices(Products):
     """Multiplies by a model's packed matrices.
 
-    Factors that are not arranged are copied first.
+    Factors that are not arranged are copied first. So are those of products in 8 bits: a token's
+    bits depend on its own numbers alone, and not on those beside it.
 
     Args:
         plan: of the decode kernel, as `require_packed_prompts` wants it.
@@ -100,6 +126,8 @@ class PackedMatrices(Products):
         columns: of permuted matrices: which columns of activations theirs meet, by name.
         most_tokens: of a pass.
         cache_root: where compiled kernels are kept; None keeps none on disk.
+        eight_bits: layers' matrices in FP8 with a scale per row meet activations in FP8. The head
+            does not: of a prompt it has one token.
     """
 
     in_rows = False
@@ -111,9 +139,14 @@ class PackedMatrices(Products):
         columns: dict[str, Tensor],
         most_tokens: int,
         cache_root: Path | None,
+        *,
+        eight_bits: bool = False,
     ) -> None:
         super().__init__(self._embedding)
         require_packed_prompts(plan)
+        if eight_bits:
+            require_eight_bit_prompts(plan)
+        self._eight_bits = eight_bits
         self._plan, self._packed, self._cache_root = plan, packed, cache_root
         self._columns = columns
         image = packed.image
@@ -121,6 +154,9 @@ class PackedMatrices(Products):
         room = arranged_bytes(plan, most_tokens) // plan.dtype.num_bytes
         dtype = TORCH_DTYPES[plan.dtype]
         self._arranged = torch.empty(room, dtype=dtype, device=image.device)
+        # Of tokens in 8 bits; products read them in pairs.
+        scales = -(-most_tokens // 2) * 2 if eight_bits else 0
+        self._scales = torch.empty(scales, dtype=torch.float32, device=image.device)
         parts = parted_bytes(plan) // torch.float32.itemsize
         self._parts = torch.empty(parts, dtype=torch.float32, device=image.device)
         self._kernels: dict[Form, PackedProduct] = {}
@@ -139,6 +175,11 @@ class PackedMatrices(Products):
         source = rows_source(head.format, self._plan.dtype, head.steps)
         with torch.cuda.device(self._device):
             return PackedRows(source, self._cache_root)
+
+    @cached_property
+    def _quantize(self) -> PackedQuantize:
+        with torch.cuda.device(self._device):
+            return PackedQuantize(self._plan.dtype, self._cache_root)
 
     @cached_property
     def _head_table(self) -> Tensor:
@@ -184,26 +225,48 @@ class PackedMatrices(Products):
         return Arranged(out) if is_plain else out
 
     @property
+    def forms(self) -> Collection[Form]:
+        """Of the products that were made so far."""
+        return self._kernels
+
+    @property
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
     def _launch(self, x: Factor, name: str, out: Tensor, kind: Out, first: int) -> None:
         stream = self._stream
-        if isinstance(x, Arranged):
-            arranged = x.values
-        else:
-            arranged = self._arranged[: x.numel()].view(x.shape)
-            self._rows.arrange(x, self._columns.get(name), arranged, stream)
+        arranged, scales = self._factor(x, name, stream)
         which = (name, len(arranged), kind, first)
         if which not in self._launches:
             self._launches[which] = self._prepared(name, len(arranged), kind, first, out)
         launch = self._launches[which]
         if (count := launch.kernel.form.parts) == 1:
-            launch(arranged, out, stream)
+            launch(arranged, out, stream, scales)
             return
         parts = self._parts[: count * out.numel()].view(count, *out.shape)
-        launch(arranged, parts, stream)
+        launch(arranged, parts, stream, scales)
         self._rows.add_parts(parts, out, stream)
+
+    def _factor(self, x: Factor, name: str, stream: int) -> tuple[Tensor, Tensor | None]:
+        """As the matrix's product reads it; of 8 bits the scales, too."""
+        is_arranged = isinstance(x, Arranged)
+        values = x.values if isinstance(x, Arranged) else x
+        columns = self._columns.get(name)
+        if self._in_eight_bits(self.operation(name)):
+            codes = self._arranged.view(torch.uint8)[: values.numel()].view(values.shape)
+            self._quantize(
+                values, columns, codes, self._scales, stream, arranged=is_arranged
+            )  # fmt: skip
+            return codes, self._scales
+        if is_arranged:
+            return values, None
+        arranged = self._arranged[: values.numel()].view(values.shape)
+        self._rows.arrange(values, columns, arranged, stream)
+        return arranged, None
+
+    def _in_eight_bits(self, operation: Operation) -> bool:
+        is_layers = operation is not self._plan.image.head
+        return self._eight_bits and is_layers and takes_eight_bits(operation.matrix)
 
     def _prepared(self, name: str, tokens: int, kind: Out, first: int, out: Tensor) -> _Launch:
         layer, short = _place(name)
@@ -224,20 +287,22 @@ class PackedMatrices(Products):
         Only short passes have sums in parts: bits of others are the same for any number of tokens.
         """
         matrix, num_sms = operation.matrix, self._plan.gpu.num_sms
+        eight_bits = self._in_eight_bits(operation)
         found = self._fragments(operation, first, gated=is_gated(kind))
         width = width_for(tokens, kind, -(-len(found) // BLOCK_FRAGMENTS), num_sms)
         may_part = tokens <= MOST_PARTED_TOKENS and not is_gated(kind) and first == 0
         fits = may_part and PARTS[-1] * out.numel() <= self._parts.numel() and out.numel() % 4 == 0
         load = Load(
-            len(found), matrix.columns, matrix.format.value_bits, width, -(-tokens // width)
-        )
+            len(found), matrix.columns, matrix.format.value_bits, width, -(-tokens // width),
+            eight_bits,
+        )  # fmt: skip
         each, parts = best_shares(
             load, num_sms,
             parts=parts_of(matrix.columns) if fits else (1,),
             multiple=GROUP_FRAGMENTS if kind is Out.ARRANGED else 1,
         )  # fmt: skip
         form = form_of(matrix, self._plan.dtype, width, kind if parts == 1 else Out.WIDE)
-        return replace(form, parts=parts), each
+        return replace(form, parts=parts, eight_bits=eight_bits), each
 
     def _fragments(self, operation: Operation, first: int, *, gated: bool) -> tuple[Fragment, ...]:
         which = (operation, first, gated)

@@ -12,9 +12,18 @@ from soloist.jit.compiler import require_clean
 from soloist.jit.module import Module
 from soloist.jit.source import Source
 from soloist.jit.tensor_map import Box, tensor_map
+from soloist.model.dtype import Dtype
 from soloist.prefill import hopper
 from soloist.prefill.fragments import CHUNK_COLUMNS, Tiling
-from soloist.prefill.packed_form import ARCH, ENTRY, ROWS_ENTRIES, Form, Out
+from soloist.prefill.packed_form import (
+    ARCH,
+    ENTRY,
+    QUANTIZE_ENTRY,
+    ROWS_ENTRIES,
+    Form,
+    Out,
+    quantize_source,
+)
 
 _THREADS = 256
 _Arguments = tuple[ctypes.c_void_p | ctypes.c_uint32, ...]
@@ -36,6 +45,7 @@ class _Product(ctypes.Structure):
         ("num_pieces", ctypes.c_void_p),
         ("pieces", ctypes.c_void_p),
         ("expert_bytes", ctypes.c_uint64),
+        ("token_scales", ctypes.c_void_p),
     )
 
 
@@ -71,8 +81,9 @@ class PackedProduct:
         self._module = hopper.load(form.source, ENTRY, form.shared_bytes, cache_root)
 
     def launch(
-        self, x: Tensor, image: int, table: Tensor, tiling: Tiling, out: Tensor, stream: int
-    ) -> None:
+        self, x: Tensor, image: int, table: Tensor, tiling: Tiling, out: Tensor, stream: int,
+        scales: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """`out` [T, …] = `x` · matrixᵀ, or SwiGLU of it.
 
         A row's bits depend neither on T nor on the form's tokens, but on its parts.
@@ -84,8 +95,10 @@ class PackedProduct:
             tiling: of the matrix's rows.
             out: [T, results], rows one after the other; in parts [parts, T, results] of fp32.
             stream: handle.
+            scales: fp32, of each token in 8 bits (`PackedQuantize`), of which `x` is then uint8.
         """
         form, tokens = self.form, len(x)
+        assert form.eight_bits == (scales is not None), "tokens in 8 bits have scales"
         assert not form.grouped, "rows of one matrix"
         parts = () if form.parts == 1 else (form.parts,)
         assert out.shape == (*parts, tokens, tiling.results), "a row for every token"
@@ -95,7 +108,8 @@ class PackedProduct:
         tiles = token_tiles * tiling.count * form.parts
         product = _Product(
             image, table.data_ptr(), out.data_ptr(),
-            tokens, token_tiles, tiles, tiling.results, tiling.results,
+            tokens, token_tiles, tiles, tiling.results, tiling.results, None, None, 0,
+            None if scales is None else scales.data_ptr(),
         )  # fmt: skip
         self._launch(x, product, tiles, stream)
 
@@ -128,6 +142,8 @@ class PackedProduct:
     def _launch(self, x: Tensor, product: _Product, most_tiles: int, stream: int) -> None:
         """Start it; `most_tiles` that blocks may take."""
         form = self.form
+        # The copy engine takes two values of 8 bits for one of 16.
+        x = x.view(torch.int16) if form.eight_bits else x
         args = (tensor_map(hopper.address(x), *x.shape, Box(form.tokens, CHUNK_COLUMNS)), product)
         self._module.launch(
             min(most_tiles, self._module.num_sms), form.threads, form.shared_bytes, args, stream,
@@ -202,6 +218,43 @@ class PackedRows:
 
     def _launch(self, entry: str, blocks: int, args: _Arguments, stream: int) -> None:
         self._modules[entry].launch(blocks, _THREADS, 0, args, stream, cooperative=False)
+
+
+class PackedQuantize:
+    """The kernel that gives activations 8 bits, in the order in which products read these.
+
+    Args:
+        dtype: of activations.
+        cache_root: where compiled kernels are kept; None keeps none on disk.
+
+    Raises:
+        DeviceError: it cannot be compiled or loaded.
+    """
+
+    def __init__(self, dtype: Dtype, cache_root: Path | None) -> None:
+        self._module = hopper.load(quantize_source(dtype), QUANTIZE_ENTRY, 0, cache_root)
+
+    def __call__(
+        self, x: Tensor, columns: Tensor | None, codes: Tensor, scales: Tensor, stream: int,
+        *, arranged: bool,
+    ) -> None:  # fmt: skip
+        """`codes` · `scales` = `x`, rounded to FP8.
+
+        Args:
+            x: [T, K], K a multiple of 32.
+            columns: as of `PackedRows.arrange`.
+            codes: uint8 [T, K].
+            scales: fp32 [T or more].
+            stream: handle.
+            arranged: `x` is, as the same products in 16 bits read it.
+        """
+        assert x.is_contiguous(), "rows lie one after the other"
+        assert not (arranged and columns is not None), "one order"
+        args = (
+            _pointer(x), _pointer(columns), _pointer(codes), _pointer(scales),
+            ctypes.c_uint32(x.shape[1]), ctypes.c_uint32(arranged),
+        )  # fmt: skip
+        self._module.launch(len(x), _THREADS, 0, args, stream, cooperative=False)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:

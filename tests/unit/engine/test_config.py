@@ -51,6 +51,15 @@ def test_sequences_are_one_to_eight(sequences: int) -> None:
         resolved(10**11, sequences)
 
 
+def test_prompts_in_eight_bits_are_of_packed_weights() -> None:
+    specs = decoder_tensors(DENSE)
+    asked = EngineConfig(eight_bit_prompts=True)
+    with pytest.raises(SettingError, match="without --packed-prompts"):
+        resolve(asked, DENSE, lambda _: specs, Dtype.FP32, "cpu", 10**11)
+    both = EngineConfig(context_tokens=500, packed_prompts=True, eight_bit_prompts=True)
+    assert resolve(both, DENSE, lambda _: specs, Dtype.FP32, "cpu", 10**11).kv_tokens == 500
+
+
 @pytest.mark.parametrize("stored", list(Dtype), ids=lambda d: d.value)
 def test_auto_on_a_cpu_is_fp32_or_bf16_and_never_fp16(stored: Dtype) -> None:
     large = model(*[Attention(16, 8, 128)] * 8, hidden_size=2048, ffn=8192)

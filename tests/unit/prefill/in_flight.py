@@ -16,13 +16,14 @@ from pathlib import Path
 _LABEL = re.compile(r"\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?) ;")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-_PRODUCT = re.compile(r"HGMMA\S*\s+R\d+, R(\d+), ")
+_PRODUCT = re.compile(r"[HQ]GMMA\S*\s+R\d+, R(\d+), ")
 _BRANCH = re.compile(r"BRA\b.*`\((\.L_\w+)\)")
 _RESULT = re.compile(r"(?:U?PT?\d*,\s*)*R(\d+)\b")
 # Instructions whose first register is no result; all of the uniform datapath begin with U.
 _NO_RESULT = (
     "ST", "RED", "BRA", "EXIT", "SYNCS", "BAR", "WARP", "NANOSLEEP", "R2UR", "ISETP", "FSETP",
-    "PLOP3", "VOTEU", "HGMMA", "LDGSTS", "DEPBAR", "MEMBAR", "FENCE", "CCTL", "BSSY", "BSYNC", "U",
+    "PLOP3", "VOTEU", "HGMMA", "QGMMA", "LDGSTS", "DEPBAR", "MEMBAR", "FENCE", "CCTL", "BSSY",
+    "BSYNC", "U",
 )  # fmt: skip
 _OPERAND_REGISTERS = 4
 

@@ -15,6 +15,7 @@ _SHIMS = (
 )  # fmt: skip
 
 _OWN = r"""
+struct float2 { float x, y; };
 struct TensorMap { u64 words[16]; };  // here: address, rows, columns
 inline u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row % 8) << 4); }
 inline void load_box(u32 to, const TensorMap& map, u32 column, u32 row, u32 barrier) {
@@ -43,17 +44,37 @@ inline void store_matrices_transposed(u32 column, const u32 (&words)[4]) {
   }
   __syncwarp();
 }
+inline float number_of_e4m3(u32 code) {
+  const u32 exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7F) == 0x7F) return NAN;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, static_cast<int>(exponent) - 10)
+                              : std::ldexp(static_cast<float>(mantissa), -9);
+  return code & 0x80 ? -size : size;
+}
 inline u32 fp16_of_e4m3(u16 two) {
   u32 pair = 0;
   for (u32 i = 0; i < 2; ++i) {
-    const u32 code = two >> 8 * i & 0xFF, exponent = code >> 3 & 15, mantissa = code & 7;
-    const float size = exponent ? std::ldexp(8.0f + mantissa, static_cast<int>(exponent) - 10)
-                                : std::ldexp(static_cast<float>(mantissa), -9);
-    const _Float16 value = static_cast<_Float16>(code & 0x80 ? -size : size);
+    const _Float16 value = static_cast<_Float16>(number_of_e4m3(two >> 8 * i & 0xFF));
     pair |= static_cast<u32>(bits_to<u16>(value)) << 16 * i;
   }
   return pair;
 }
+// The nearest code, of two as near the even one.
+inline u8 e4m3_of(float x) {
+  const u8 sign = std::signbit(x) ? 0x80 : 0;
+  const float size = std::fabs(x);
+  if (size != size) return 0x7F;
+  if (size >= 448.0f) return sign | 0x7E;
+  u8 best = 0;
+  for (u8 code = 1; code < 0x7F; ++code) {
+    const float off = std::fabs(number_of_e4m3(code) - size);
+    const float least = std::fabs(number_of_e4m3(best) - size);
+    if (off < least || (off == least && code % 2 == 0)) best = code;
+  }
+  return sign | best;
+}
+inline u16 e4m3_of_pair(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 // Products of a group of four warps, made when they are waited for.
 constexpr u32 kWgmmaDepth = 16;
 // Operands are read as late as sums are made.
@@ -70,20 +91,30 @@ inline void commit_products() { issued[threadIdx.x].back().commits = true; }
 inline float shared_value(u64 at) {
   return from_half(load_from<u16>(static_cast<u32>(at ^ (at >> 7 & 7) << 4)));
 }
+// Of a product: columns, those of a lane's register, and bytes of one.
+constexpr u32 kDepth = kEightBits ? 32 : 16, kLaneColumns = kDepth / 8, kColumnBytes = 32 / kDepth;
+inline float value_at(u64 at) {
+  if (!kEightBits) return shared_value(at);
+  return number_of_e4m3(load_from<u8>(static_cast<u32>(at ^ (at >> 7 & 7) << 4)));
+}
 static void multiply_oldest(u32 first) {
-  static float rows[64][16];
+  static float rows[64][kDepth];
   for (u32 t = 0; t < 128; ++t) {
     const Issued& own = issued[first + t].front();
     const u32 words[4] = {own.a->x, own.a->y, own.a->z, own.a->w};
     for (u32 i = 0; i < 4; ++i) {
-      const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8, k = i / 2 * 8 + t % 4 * 2;
-      rows[row][k] = low_half(words[i]), rows[row][k + 1] = high_half(words[i]);
+      const u32 row = t / 32 * 16 + t % 32 / 4 + i % 2 * 8;
+      const u32 k = i / 2 * (kDepth / 2) + t % 4 * kLaneColumns;
+      for (u32 c = 0; c < kLaneColumns; ++c) {
+        const u32 bits = words[i] >> 8 * kColumnBytes * c;
+        rows[row][k + c] = kEightBits ? number_of_e4m3(bits & 0xFF) : low_half(bits);
+      }
     }
   }
-  static float tokens[kTokens][16];
+  static float tokens[kTokens][kDepth];
   const u64 b = issued[first].front().b;
   for (u32 n = 0; n < kTokens; ++n)
-    for (u32 k = 0; k < 16; ++k) tokens[n][k] = shared_value(b + n * 128 + k * 2);
+    for (u32 k = 0; k < kDepth; ++k) tokens[n][k] = value_at(b + n * 128 + k * kColumnBytes);
   for (u32 t = 0; t < 128; ++t) {
     Issued own = issued[first + t].front();
     issued[first + t].pop_front();
@@ -91,7 +122,7 @@ static void multiply_oldest(u32 first) {
     for (u32 i = 0; i < kTokens / 2; ++i) {
       const u32 row = t / 32 * 16 + i / 2 % 2 * 8 + t % 32 / 4, n = i / 4 * 8 + t % 4 * 2 + i % 2;
       float sum = 0.0f;
-      for (u32 k = 0; k < 16; ++k) sum += rows[row][k] * tokens[n][k];
+      for (u32 k = 0; k < kDepth; ++k) sum += rows[row][k] * tokens[n][k];
       own.sums[i] = own.adds ? own.sums[i] + sum : sum;
     }
   }
@@ -110,12 +141,14 @@ static void run_thread() {
 }
 // Returns whether all blocks ended.
 extern "C" int run(const u16* x, const u8* image, const u8* table, u8* out, u32 tokens, u32 columns,
-                   u32 row_tiles, u32 pitch, u32 results, u32 blocks, u32 seed) {
+                   u32 row_tiles, u32 pitch, u32 results, u32 blocks, u32 seed,
+                   const float* scales) {
   random_state = seed;
-  map.words[0] = reinterpret_cast<u64>(x), map.words[1] = tokens, map.words[2] = columns;
+  map.words[0] = reinterpret_cast<u64>(x), map.words[1] = tokens;
+  map.words[2] = kEightBits ? columns / 2 : columns;  // of 16 bits
   const u32 token_tiles = (tokens + kTokens - 1) / kTokens;
   product = {image, reinterpret_cast<const Half*>(table), out, tokens, token_tiles,
-             token_tiles * row_tiles * kParts, pitch, results};
+             token_tiles * row_tiles * kParts, pitch, results, nullptr, nullptr, 0, scales};
   gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
     if (!run_block(run_thread, kPackedThreads)) return 0;
@@ -214,6 +247,26 @@ extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, 
 }
 """
 
+QUANTIZE_MAIN = r"""
+#define __shared__ static
+#include "world.h"
+#include "kernel.cu"
+
+static std::function<void()> thread_of_block;
+static void run_any_thread() {
+  thread_of_block();
+  threads[threadIdx.x].ended = true;
+  pause();
+}
+extern "C" int run_quantize(const u16* x, const u16* columns, uint4* codes, float* scales,
+                            u32 tokens, u32 row_values, u32 arranged) {
+  thread_of_block = [=] { quantize_rows(x, columns, codes, scales, row_values, arranged); };
+  for (blockIdx.x = 0; blockIdx.x < tokens; ++blockIdx.x)
+    if (!run_block(run_any_thread, kThreads)) return 0;
+  return 1;
+}
+"""
+
 NUMBERS_MAIN = r"""
 #include "world.h"
 #include "tile/fragments.cuh"
@@ -224,7 +277,9 @@ extern "C" void run_numbers(u32 codes, uint2* out) {
 }
 """
 
-_NO_PRODUCT = "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\n"
+_NO_PRODUCT = (
+    "constexpr unsigned kPackedThreads = 256u, kTokens = 8u;\nconstexpr bool kEightBits = false;\n"
+)
 
 
 def built(form: Form, folder: Path, changes: Mapping[str, str] | None = None) -> ctypes.CDLL:
@@ -243,6 +298,11 @@ def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `rows_source`."""
     header = source.header + _NO_PRODUCT
     return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def built_quantize(source: Source, folder: Path) -> ctypes.CDLL:
+    """The kernel of `quantize_source`."""
+    return _compiled(source.header + _NO_PRODUCT, source.text, QUANTIZE_MAIN, folder)
 
 
 def built_numbers(source: Source, folder: Path) -> ctypes.CDLL:

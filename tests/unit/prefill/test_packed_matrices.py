@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter.quantised import alike, formats_of, quantised
+from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import PUBLIC
 from soloist.engine.memory import Footprint
-from soloist.errors import ShapeUnsupported
+from soloist.errors import SettingError, ShapeUnsupported
 from soloist.jit.source import Source
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL, Gpu
@@ -21,11 +21,17 @@ from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import Attention, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
+from soloist.model.quantized import Codes, Quantized
 from soloist.parallel.share import Share
 from soloist.prefill import packed_matrices
 from soloist.prefill.fragments import Tiling, arranged_column
-from soloist.prefill.packed_form import Form, Out, arranged_bytes, rows_source
-from soloist.prefill.packed_matrices import PackedMatrices, require_packed_prompts, width_for
+from soloist.prefill.packed_form import Form, Out, arranged_bytes, quantize_source, rows_source
+from soloist.prefill.packed_matrices import (
+    PackedMatrices,
+    require_eight_bit_prompts,
+    require_packed_prompts,
+    width_for,
+)
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
@@ -33,7 +39,7 @@ from soloist.weights.packed import pack_weights
 from soloist.weights.sharding import shard_all
 from soloist.weights.unpacking import Unpacked, tables_of_columns
 from unit.prefill.models import model, random_weights, vectors
-from unit.prefill.packed_on_host import built, built_rows
+from unit.prefill.packed_on_host import built, built_quantize, built_rows
 
 CPU = torch.device("cpu")
 PAGES, TOKENS = [2, 0], 70
@@ -59,14 +65,17 @@ class OnHost:
             self.libraries[form] = built(form, self.folder / str(len(self.libraries)))
 
     def launch(
-        self, x: Tensor, image: int, table: Tensor, tiling: Tiling, out: Tensor, _: int
-    ) -> None:
+        self, x: Tensor, image: int, table: Tensor, tiling: Tiling, out: Tensor, _: int,
+        scales: Tensor | None,
+    ) -> None:  # fmt: skip
+        assert self.form.eight_bits == (scales is not None) == (x.dtype is torch.uint8)
         assert out.shape[-1] == tiling.results
         places = [x.data_ptr(), image, table.data_ptr(), out.data_ptr()]
         results = tiling.results
         numbers = (len(x), x.shape[1], tiling.count, results, results, 2, 1)
         run = self.libraries[self.form].run
-        assert run(*map(ctypes.c_void_p, places), *map(ctypes.c_uint32, numbers))
+        read = ctypes.c_void_p(None if scales is None else scales.data_ptr())
+        assert run(*map(ctypes.c_void_p, places), *map(ctypes.c_uint32, numbers), read)
 
 
 class RowsOnHost:
@@ -91,6 +100,23 @@ class RowsOnHost:
         self._library.run_look_up(*map(ctypes.c_void_p, places), residual.shape[1], len(ids))
 
 
+class QuantizeOnHost:
+    """`PackedQuantize`, one row after the other."""
+
+    folder: Path
+
+    def __init__(self, dtype: Dtype, _: Path | None) -> None:
+        self._library = built_quantize(quantize_source(dtype), self.folder / "quantize")
+
+    def __call__(
+        self, x: Tensor, columns: Tensor | None, codes: Tensor, scales: Tensor, _: int,
+        *, arranged: bool,
+    ) -> None:  # fmt: skip
+        table = None if columns is None else columns.data_ptr()
+        places = map(ctypes.c_void_p, (x.data_ptr(), table, codes.data_ptr(), scales.data_ptr()))
+        assert self._library.run_quantize(*places, *x.shape, arranged)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     OnHost.libraries.clear()
@@ -99,9 +125,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
-    OnHost.folder, RowsOnHost.folder = folder, tmp_path
+    OnHost.folder, RowsOnHost.folder, QuantizeOnHost.folder = folder, tmp_path, tmp_path
     monkeypatch.setattr(packed_matrices, "PackedProduct", OnHost)
     monkeypatch.setattr(packed_matrices, "PackedRows", RowsOnHost)
+    monkeypatch.setattr(packed_matrices, "PackedQuantize", QuantizeOnHost)
     monkeypatch.setattr(PackedMatrices, "_stream", 0)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.device("cpu"))
 
@@ -197,6 +224,48 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
         wanted = x.double() @ weights["layers.0.down"].double().T
         assert (out.double() - wanted).norm() <= 4e-3 * wanted.norm()
     assert {form.parts for form in OnHost.libraries} >= {4}
+
+
+# Its heads' columns are 128; those of `down` are not 128 times a number, and stay in 16 bits.
+EIGHT_BITS = model(HEADS, HEADS, ffn=96, hidden_size=128)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-permuted"])
+def test_prompts_in_eight_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near those in 16; the head and narrow matrices have the same products as these."""
+    monkeypatch.setitem(FORMATS, "fp8-permuted", Quantized(Codes.FP8, 0, Dtype.BF16, permuted=True))
+    plan, packed, own = packed_model(EIGHT_BITS, kind)
+    tables = tables_of_columns(plan, packed)
+    products = PackedMatrices(plan, packed, tables, TOKENS, None, eight_bits=True)
+    seen = logits(EIGHT_BITS, own, products)
+    used = {(form.columns, form.stored.is_plain): form.eight_bits for form in products.forms}
+    assert used == {
+        (128, False): True, (96, False): False, (96, True): False, (128, True): False,
+    }  # fmt: skip
+    wanted = logits(EIGHT_BITS, own, Unpacked(plan, packed))
+    difference = (seen - wanted).norm() / wanted.norm()
+    assert 1e-4 < difference <= 0.15  # codes have 4 bits
+
+
+def test_eight_bits_do_not_depend_on_the_cut() -> None:
+    plan, packed, _ = packed_model(EIGHT_BITS, "fp8")
+    products = PackedMatrices(plan, packed, {}, TOKENS, None, eight_bits=True)
+    x = torch.randn(TOKENS, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    whole = torch.empty(TOKENS, plan.image.operation(0, "qkv").matrix.rows, dtype=x.dtype)
+    products.multiply(x, "layers.0.qkv", whole)
+    for cut in (slice(0, 9), slice(9, 70)):
+        seen = torch.empty_like(whole[cut])
+        products.multiply(x[cut].contiguous(), "layers.0.qkv", seen)
+        assert torch.equal(seen, whole[cut])
+
+
+@pytest.mark.parametrize("kind", [None, "int4", "fp8-block"])
+def test_eight_bits_of_other_matrices_are_refused(kind: str | None) -> None:
+    plan, packed, _ = packed_model(EIGHT_BITS, kind)
+    with pytest.raises(SettingError, match="FP8 with one scale per row"):
+        require_eight_bit_prompts(plan)
+    with pytest.raises(SettingError, match="--eight-bit-prompts is 'on, with layers in"):
+        PackedMatrices(plan, packed, {}, TOKENS, None, eight_bits=True)
 
 
 def test_what_it_does_not_do_is_refused() -> None:

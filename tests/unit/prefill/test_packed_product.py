@@ -15,14 +15,16 @@ from soloist.errors import CudaMissing
 from soloist.jit.bindings import nvrtc
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.partition import RowOrder
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.weight_format import format_of
 from soloist.model.dtype import Dtype
-from soloist.prefill.fragments import fragments, tiled
+from soloist.prefill.fragments import arranged_columns, fragments, tiled
 from soloist.prefill.packed_form import (
     ARCH,
     ENTRY,
     MOST_PARTED_TOKENS,
+    QUANTIZE_ENTRY,
     ROWS_ENTRIES,
     TOKEN_SLOTS,
     WIDTHS,
@@ -30,15 +32,28 @@ from soloist.prefill.packed_form import (
     Out,
     form_of,
     parts_of,
+    quantize_source,
     rows_source,
 )
-from soloist.prefill.packed_product import PackedProduct, PackedRows, is_gated, on_device
+from soloist.prefill.packed_product import (
+    PackedProduct,
+    PackedQuantize,
+    PackedRows,
+    is_gated,
+    on_device,
+)
 from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
+from unit.prefill.eight_bits import (
+    fp8_numbers,
+    in_order,
+    product_in_eight_bits,
+    quantised_rows,
+)
 from unit.prefill.in_flight import disassembler, overwritten
 from unit.prefill.packed_matrices import KINDS, SHAPES, Packed, packed_matrix
 
 # A product of a group of warps, in machine code of sm_90.
-HGMMA = 0xDF0
+HGMMA, QGMMA = 0xDF0, 0xDF3
 # Of the whole result's norm: sums are rounded to 16 bits, of neurons twice.
 BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
@@ -96,6 +111,32 @@ def test_every_matrix_of_public_shapes_compiles(name: str, tokens: int) -> None:
         compiled(form_of(operations["gate_up"].matrix, Dtype.BF16, tokens, Out.ARRANGED))
 
 
+@pytest.mark.parametrize("tokens", some(WIDTHS, (256, 8)))
+def test_products_in_eight_bits_compile_without_spills(tokens: int, tmp_path: Path) -> None:
+    matrix = packed_matrix("fp8", SHAPES["one block"]).operation.matrix
+    for out in (Out.VALUES, Out.WIDE, *([Out.ARRANGED] if tokens > WIDTHS[0] else [])):
+        form = replace(form_of(matrix, Dtype.BF16, tokens, out), eight_bits=True)
+        cubin = compiled(form)
+        # Four products a span, two spans.
+        assert kinds(cubin).count(QGMMA) == 8
+        assert kinds(cubin).count(HGMMA) == 0
+        if (nvdisasm := disassembler()) is not None:
+            file = tmp_path / "product.cubin"
+            file.write_bytes(cubin.data)
+            assert overwritten(file, nvdisasm) == []
+    if tokens in (64, 128):
+        gated = form_of(matrix, Dtype.FP16, tokens, Out.GATED)
+        compiled(replace(gated, eight_bits=True))
+        parted = form_of(matrix, Dtype.BF16, tokens, Out.WIDE)
+        compiled(replace(parted, eight_bits=True, parts=4))
+
+
+def test_the_kernel_that_quantizes_compiles() -> None:
+    for dtype in (Dtype.BF16, Dtype.FP16):
+        cubin = compile_source(quantize_source(dtype), ARCH)
+        require_clean(cubin, QUANTIZE_ENTRY, 0, TYPICAL[ARCH].shared_bytes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block"])
@@ -149,13 +190,19 @@ def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> 
     dtype = torch.float32 if form.out is Out.WIDE else x.dtype
     rows = form.parts * len(x)
     out = torch.full((rows + 3, results), float("nan"), device=device, dtype=dtype)
-    arranged = torch.empty_like(x)
+    arranged, scales = torch.empty_like(x), None
     beside = PackedRows(rows_source(format_of(form.dtype), form.dtype, 1), folder)
     beside.arrange(x, None, arranged, stream)
+    if form.eight_bits:
+        codes = torch.empty(x.shape, device=device, dtype=torch.uint8)
+        scales = torch.full((len(x) + 1,), float("nan"), device=device)
+        quantize = PackedQuantize(form.dtype, folder)
+        quantize(arranged, None, codes, scales, stream, arranged=True)
+        arranged = codes
     kernel = PackedProduct(form, folder)
     words = on_device(table, device)
     written = out[:rows].view(-1, len(x), results) if form.parts > 1 else out[:rows]
-    kernel.launch(arranged, image.data_ptr(), words, tiling, written, stream)
+    kernel.launch(arranged, image.data_ptr(), words, tiling, written, stream, scales)
     if form.parts > 1:
         summed = torch.empty(len(x), results, device=device, dtype=x.dtype)
         beside.add_parts(written, summed, stream)
@@ -237,3 +284,84 @@ def test_parts_of_the_columns_are_added_on_the_gpu(kind: str, tmp_path: Path) ->
         form = form_of(case.operation.matrix, Dtype.BF16, width, Out.WIDE)
         seen = multiplied(case, replace(form, parts=parts), x[:tokens].contiguous(), 8, tmp_path)
         assert (seen.double() - wanted[:tokens]).norm() <= 4e-3 * wanted[:tokens].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+def test_rows_become_codes_on_the_gpu(dtype: Dtype, tmp_path: Path) -> None:
+    """Of activations in their order, in that of products in 16 bits, and in that of a table."""
+    needs_hopper()
+    stream = torch.cuda.current_stream().cuda_stream
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(300, 4640, generator=draw, device="cuda")
+    x[2], x[3] = 0.0, x[3] * 100
+    x = x.to(torch.bfloat16 if dtype is Dtype.BF16 else torch.float16)
+    quantize = PackedQuantize(dtype, tmp_path)
+    arranged = torch.empty_like(x)
+    beside = PackedRows(rows_source(format_of(dtype), dtype, 1), tmp_path)
+    beside.arrange(x, None, arranged, stream)
+    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
+    wanted, wanted_scales = quantised_rows(x.cpu())
+    for given, table in ((x, None), (arranged, None), (x, order.to(torch.uint16).cuda())):
+        codes = torch.empty(x.shape, device="cuda", dtype=torch.uint8)
+        scales = torch.empty(len(x), device="cuda")
+        quantize(given, table, codes, scales, stream, arranged=given is arranged)
+        torch.cuda.synchronize()
+        assert torch.equal(scales.cpu(), wanted_scales)
+        assert torch.equal(
+            codes.cpu(), in_order(wanted if table is None else wanted.view(torch.uint8)[:, order])
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1024, 2048, 640])
+def test_products_in_eight_bits_on_the_gpu(columns: int, tmp_path: Path) -> None:
+    """As defined, but for the tensor cores' short sums; the same bits in tiles of any width."""
+    needs_hopper()
+    shape = (4096 + 72, columns, SHAPES["one block"][2], 100, 3)
+    case = packed_matrix("fp8", shape)
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2048, columns, generator=draw, device="cuda").to(torch.bfloat16)
+    wanted = product_in_eight_bits(x, fp8_numbers("fp8", shape).cuda())
+    first = None
+    for tokens, width in ((2048, 256), (1501, 128), (64, 64), (300, 256), (1, 8)):
+        form = replace(
+            form_of(case.operation.matrix, Dtype.BF16, width, Out.VALUES), eight_bits=True
+        )
+        seen = multiplied(case, form, x[:tokens].contiguous(), form.fragments, tmp_path)
+        first = seen if first is None else first
+        assert torch.equal(seen, first[:tokens])
+    assert (first.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_in_eight_bits_are_added_on_the_gpu(parts: int, tmp_path: Path) -> None:
+    needs_hopper()
+    shape = (1024, 2048, SHAPES["one block"][2], 100, 3)
+    case = packed_matrix("fp8", shape)
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(101, 2048, generator=draw, device="cuda").to(torch.bfloat16)
+    wanted = product_in_eight_bits(x, fp8_numbers("fp8", shape).cuda())
+    form = form_of(case.operation.matrix, Dtype.BF16, 128, Out.WIDE)
+    seen = multiplied(case, replace(form, parts=parts, eight_bits=True), x, 8, tmp_path)
+    assert (seen.double() - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", [Out.ARRANGED, Out.GATED])
+def test_neurons_in_eight_bits_on_the_gpu(out: Out, tmp_path: Path) -> None:
+    needs_hopper()
+    shape = (2 * 2048, 1024, RowOrder.PAIRED, 100, 2)
+    case = packed_matrix("fp8", shape)
+    draw = torch.Generator("cuda").manual_seed(0)
+    # Codes go up to 448.
+    x = (torch.randn(500, 1024, generator=draw, device="cuda") * 1e-4).to(torch.bfloat16)
+    sums = product_in_eight_bits(x, fp8_numbers("fp8", shape).cuda())
+    gate, up = sums.to(x.dtype).double().chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up
+    if out is Out.ARRANGED:
+        wanted = wanted[:, arranged_columns(wanted.shape[1])]
+    form = replace(form_of(case.operation.matrix, Dtype.BF16, 128, out), eight_bits=True)
+    seen = multiplied(case, form, x, 8, tmp_path)
+    assert (seen.double() - wanted).norm() <= 2e-2 * wanted.norm()

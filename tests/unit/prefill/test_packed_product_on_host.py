@@ -15,6 +15,7 @@ from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import arranged_columns, fragments, tiled
 from soloist.prefill.packed_form import Form, Out, form_of, rows_source
+from unit.prefill.eight_bits import in_order, quantised_rows
 from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
 from unit.prefill.packed_on_host import built, built_numbers
 
@@ -41,12 +42,17 @@ def product(
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
     tiling, words = tiled(found, each, results)
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-    arranged = x[:, arranged_columns(matrix.columns)].contiguous()
+    arranged, scales = x[:, arranged_columns(matrix.columns)].contiguous(), None
+    if own.eight_bits:
+        codes, of_tokens = quantised_rows(x)
+        # Read in pairs.
+        arranged, scales = in_order(codes), torch.nn.functional.pad(of_tokens, (0, 1))
     image = case.image.contiguous()
     places = [ctypes.c_void_p(t.data_ptr()) for t in (arranged, image, table, out)]
     library = built(own, folder, changes)
     numbers = (len(x), matrix.columns, tiling.count, pitch, results, BLOCKS, seed)
-    assert library.run(*places, *map(ctypes.c_uint32, numbers)), "somebody waits forever"
+    read = ctypes.c_void_p(None if scales is None else scales.data_ptr())
+    assert library.run(*places, *map(ctypes.c_uint32, numbers), read), "somebody waits forever"
     assert (out[own.parts * len(x) :] == UNTOUCHED).all()
     assert (out[:, results:] == UNTOUCHED).all()
     return out[: own.parts * len(x), :results]

@@ -205,6 +205,14 @@ def prefill(
             "an experiment).",
         ),
     ] = False,
+    eight_bit_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--eight-bit-prompts",
+            help="With --packed-prompts: round activations of prompts to FP8 where matrices are "
+            "FP8 with one scale per row (for models made for it; an experiment).",
+        ),
+    ] = False,
     page_attention: Annotated[
         bool | None,
         typer.Option(
@@ -249,8 +257,8 @@ def prefill(
     asked = EngineConfig(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
         weights=layers, head_weights=head, accepted_fields=accepted,
-        packed_prompts=packed_prompts, page_attention=page_attention, tail_path=tail_path,
-        kv=o.checked_kv(kv),
+        packed_prompts=packed_prompts, eight_bit_prompts=eight_bit_prompts,
+        page_attention=page_attention, tail_path=tail_path, kv=o.checked_kv(kv),
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,

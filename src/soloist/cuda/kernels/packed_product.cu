@@ -4,13 +4,17 @@
 // each warp's 16 rows lie, and where their results go, is in a table (prefill/fragments.py). Activations come with the words of 32
 // columns transposed (`arranged_column` there). Weights that are no numbers of 16 bits become such in registers.
 //
-// Tokens of 64 columns, a chunk, come to slots of a ring, and the weights of kWeightChunks of them to slots of another. A warp issues
+// Tokens of 128 bytes, a *span* of one chunk of 64 columns or of two in 8 bits, come to slots of a ring, and the weights of kWeightChunks chunks to slots of another. A warp issues
 // a bulk copy in some 60 cycles, lane by lane: so a copy brings several chunks, and kWeightWarps share the weights. kGroups groups of
 // four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
-// While a group's products are made it makes the next chunk's operands, and reads the weights of the one after from shared memory.
+// While a group's products are made it makes the next span's operands, and reads the weights of the one after from shared memory.
+//
+// kEightBits: both factors have 8 bits, e4m3. Codes of the matrix are operands as they are stored, and tokens come in 8 bits with a scale
+// each (kernels/quantize_rows.cu). A sum is multiplied by its row's scale times its token's and then rounded as others are. The tensor
+// cores of Hopper are said to keep some 14 bits of such a sum at each step: fewer than fp32 has, and enough beside factors of 4 bits.
 //
 // kGrouped: rows of x are those of experts, one expert's after another's, and each expert has a matrix of its own. Which rows are whose
 // only the device knows: a table has pieces of at most kTokens rows of one expert. Blocks take tiles first along a piece's rows of the
@@ -27,7 +31,9 @@
 #include "tile/silu.cuh"
 
 inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
-inline constexpr u32 kTokenBytes = kTokens * kChunkColumns * 2;
+inline constexpr u32 kSpanValues = 64;  // of 16 bits, or pairs of 8
+inline constexpr u32 kSpanChunks = kEightBits ? 2 : 1, kSlotSpans = kWeightChunks / kSpanChunks;
+inline constexpr u32 kTokenBytes = kTokens * kSpanValues * 2;
 // Of a slot's chunks, the next but one follows in memory where steps are paired: a half's part of them is copied in two runs.
 inline constexpr u32 kRuns = kPairsSteps && kWeightChunks > 1 ? 2 : 1, kRunChunks = kWeightChunks / kRuns;
 inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
@@ -45,6 +51,8 @@ static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes")
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
+static_assert(kWeightChunks % kSpanChunks == 0, "a span's weights come together");
+static_assert(!kEightBits || (kCodes == Codes::kFp8 && kGroup == kStepColumns && !kGrouped), "a scale for each row, which all steps have");
 
 // Slots, and their barriers of 8 bytes each.
 struct Ring {
@@ -64,11 +72,13 @@ struct Product {
   u32 results;                            // values of a row that there are
   const u32* num_pieces;                  // grouped: `tiles` are those of one of them
   const Piece* pieces;
-  u64 expert_bytes;  // from one expert's matrix to the next's
+  u64 expert_bytes;           // from one expert's matrix to the next's
+  const float* token_scales;  // in 8 bits; read in pairs, so there is one more where tokens are odd
 };
 inline constexpr u32 kTableHalves = 16;
 // What a tile is of: rows, and where sums are made in parts, some of their chunks.
-inline constexpr u32 kPartChunks = kChunks / kParts;
+inline constexpr u32 kPartChunks = kChunks / kParts, kPartSpans = kPartChunks / kSpanChunks;
+static_assert(kPartChunks % kSpanChunks == 0, "whole spans");
 struct Tile {
   u32 token, row_tile, part;
   u32 stop;         // behind the last row of x that is its own
@@ -97,11 +107,11 @@ __device__ __forceinline__ void load_tokens(const Ring& ring, const TensorMap& x
   for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
     const Tile own(product, tile);
 #pragma unroll 1
-    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; ++chunk, to.next()) {
+    for (u32 span = own.part * kPartSpans; span < (own.part + 1) * kPartSpans; ++span, to.next()) {
       const u32 full = ring.full + to.slot * 8;
       wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
       mbarrier_expect(full, kTokenBytes);
-      load_box(ring.data + to.slot * kTokenBytes, x, chunk * kChunkColumns, own.token, full);
+      load_box(ring.data + to.slot * kTokenBytes, x, span * kSpanValues, own.token, full);
     }
   }
 }
@@ -128,8 +138,10 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
 #pragma unroll
         for (u32 run = 0; run < kRuns; ++run)
           copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
+        // In 8 bits all steps have the same ones.
+        const u32 prefetched = !kEightBits ? kWeightChunks : chunk == own.part * kPartChunks ? 1 : 0;
 #pragma unroll 1
-        for (u32 i = 0; i < kWeightChunks; ++i) Shared::prefetch(own.image, half, which, chunk + i);
+        for (u32 i = 0; i < prefetched; ++i) Shared::prefetch(own.image, half, which, chunk + i);
       }
     }
   }
@@ -247,8 +259,8 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
 // A group without rows in a tile: it gives back what comes.
 __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
 #pragma unroll 1
-  for (u32 chunk = 0; chunk < kPartChunks; ++chunk, tokens.next()) {
-    if (chunk % kWeightChunks == 0) {
+  for (u32 span = 0; span < kPartSpans; ++span, tokens.next()) {
+    if (span % kSlotSpans == 0) {
       wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
       if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
       weights.next();
@@ -258,7 +270,23 @@ __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, W
   }
 }
 
-// A warp of those that multiply. A chunk's weights are read two chunks ahead, and become operands one chunk ahead, while the tensor
+// Of 8 rows and tokens: a sum's share of both scales is one factor. Lanes have tokens in pairs.
+__device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& product, const Shared& with, u32 token, u32 stop, u32 lane) {
+  const Shared::Scale rows[2] = {with.scale(0, 0), with.scale(1, 0)};
+  const u32 last = (stop - 1) / 2 * 2;  // what lies behind it is not written
+#pragma unroll
+  for (u32 j = 0; j < kTokens / 8; ++j) {
+    const u32 own = token + j * 8 + lane % 4 * 2;
+    const float2 tokens = __ldg(reinterpret_cast<const float2*>(product.token_scales + (own < last ? own : last)));
+#pragma unroll
+    for (u32 h = 0; h < 2; ++h) {
+      sums[j * 4 + h * 2] = __fmul_rn(sums[j * 4 + h * 2], __fmul_rn(rows[h], tokens.x));
+      sums[j * 4 + h * 2 + 1] = __fmul_rn(sums[j * 4 + h * 2 + 1], __fmul_rn(rows[h], tokens.y));
+    }
+  }
+}
+
+// A warp of those that multiply. A span's weights are read two spans ahead, and become operands one span ahead, while the tensor
 // cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
 __device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 results, u32 warp, u32 lane) {
   const u32 shared = results + warp * kLeavingBytes;
@@ -267,7 +295,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
 #pragma unroll 1
   for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
-    const u32 start = place.part * kPartChunks, end = start + kPartChunks;
+    const u32 start = place.part * kPartSpans, end = start + kPartSpans;
     const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
     const Half halves[2] = {own[0], own[1]};
     // Groups are filled from the first warp on.
@@ -278,63 +306,75 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     const bool is_tile = halves[0].kind == HalfKind::kTile;
     float sums[kSums];
     uint4 operands[2][4];
-    Stored stored;
+    Stored stored[kSpanChunks];
     Shared with;
     const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
-    const auto read = [&](u32 chunk) {
+    const auto read_chunk = [&](u32 chunk, Stored& to) {
       const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
       const bool alternate = is_tile && parts_alternate(ChunkPlace(chunk).step);
       const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
       const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
-      stored.load(
+      to.load(
           lane, is_tile, [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
           [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
     };
-    // Once what was read is in registers: before a chunk that begins a slot.
-    const auto give_back = [&](u32 chunk) {
-      if (kept(chunk) % kWeightChunks) return;
-      if (lane == 0) mbarrier_arrive_after(stored.words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
+    const auto read = [&](u32 span) {
+#pragma unroll
+      for (u32 i = 0; i < kSpanChunks; ++i) read_chunk(span * kSpanChunks + i, stored[i]);
+    };
+    // Once what was read is in registers: before a span that begins a slot.
+    const auto give_back = [&](u32 span) {
+      if (kept(span) % kSlotSpans) return;
+      if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
       weights.next();
-      if (chunk < end) await_weights();
+      if (span < end) await_weights();
     };
     const auto convert = [&](uint4 (&a)[4]) {
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) a[k] = operand_of(stored, with, is_tile, k / 2, k % 2);
+      for (u32 k = 0; k < 4; ++k) {
+        if constexpr (kEightBits) a[k] = codes_operand(stored[k / 2], is_tile, k % 2);
+        else a[k] = operand_of(stored[0], with, is_tile, k / 2, k % 2);
+      }
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
     };
-    with.load(place.image, halves, start, lane);
+    // In 8 bits a tile has the same ones throughout.
+    const auto load_scales = [&](u32 span) {
+      if constexpr (!kEightBits) with.load(place.image, halves, span, lane);
+    };
+    with.load(place.image, halves, start * kSpanChunks, lane);
     await_weights();
     read(start);
     give_back(start + 1);
     convert(operands[0]);
-    if (kPartChunks > 1) with.load(place.image, halves, start + 1, lane);
-    if (kPartChunks > 1) read(start + 1);
-    const auto take = [&](u32 chunk, uint4 (&now)[4], uint4 (&next)[4]) {
+    if (kPartSpans > 1) load_scales(start + 1);
+    if (kPartSpans > 1) read(start + 1);
+    const auto take = [&](u32 span, uint4 (&now)[4], uint4 (&next)[4]) {
       wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
       const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
       begin_products();
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (chunk - start) | k);
+      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
       commit_products();
-      if (chunk + 1 < end) {
+      if (span + 1 < end) {
         // It comes before the conversion, or the compiler would begin that before the products.
-        give_back(chunk + 2);
+        give_back(span + 2);
         convert(next);
-        if (chunk + 2 < end) with.load(place.image, halves, chunk + 2, lane);
-        if (chunk + 2 < end) read(chunk + 2);
+        if (span + 2 < end) load_scales(span + 2);
+        if (span + 2 < end) read(span + 2);
       }
       wait_for_products<0>();
       if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
       tokens.next();
     };
 #pragma unroll 1
-    for (u32 chunk = start; chunk + 1 < end; chunk += 2) {
-      take(chunk, operands[0], operands[1]);
-      take(chunk + 1, operands[1], operands[0]);
+    for (u32 span = start; span + 1 < end; span += 2) {
+      take(span, operands[0], operands[1]);
+      take(span + 1, operands[1], operands[0]);
     }
-    if constexpr (kPartChunks % 2 == 1) take(end - 1, operands[0], operands[1]);
+    if constexpr (kPartSpans % 2 == 1) take(end - 1, operands[0], operands[1]);
     take_sums(sums);
+    if constexpr (kEightBits) scale_sums(sums, product, with, place.token, place.stop, lane);
     Product to = product;
     to.tokens = place.stop;
     if constexpr (kParts > 1) to.out += static_cast<u64>(place.part) * product.tokens * product.pitch * sizeof(float);
@@ -347,7 +387,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   }
 }
 
-// One block an SM at most. The box of x's map: kTokens × kChunkColumns.
+// One block an SM at most. The box of x's map: kTokens × kSpanValues, of 16 bits.
 extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];

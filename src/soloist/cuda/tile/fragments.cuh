@@ -250,4 +250,10 @@ __device__ __forceinline__ uint4 operand_of(const Stored& stored, const Shared& 
     return make_uint4(first.x, last.x, first.y, last.y);
   }
 }
+
+// The registers of a product of 32 columns in 8 bits, FP8: rows g and g + 8, columns 0 … 3 of the lane's 8, then the same of the other 4.
+__device__ __forceinline__ uint4 codes_operand(const Stored& stored, bool is_tile, u32 p) {
+  return make_uint4(codes_of(stored, is_tile, p, 0, 0), codes_of(stored, is_tile, p, 0, 1),
+                    codes_of(stored, is_tile, p, 1, 0), codes_of(stored, is_tile, p, 1, 1));
+}
 #undef WORD
