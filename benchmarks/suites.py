@@ -129,6 +129,10 @@ _WAYS_OF_ATTENTION = {
     "h200": (" --no-page-attention", " --page-attention"),
 }
 _WAYS_OF_PRODUCTS = ("", " --packed-prompts")
+_EIGHT_BITS = {
+    ("h100", "int4"): (), ("h100", "fp8"): (), ("h200", "int4"): (),
+    ("h200", "fp8"): (" --packed-prompts --eight-bit-prompts",),
+}  # fmt: skip
 # And of before lookup. Texts of random weights hardly repeat: what lookup costs then stands beside
 # the worst predictions.
 _LOOKUP = {"h100": "", "h200": " --speculate auto"}
@@ -190,7 +194,7 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
                     f"{way}",
                 )
                 for weights in ("int4", "fp8")
-                for way in _WAYS_OF_PRODUCTS
+                for way in (*_WAYS_OF_PRODUCTS, *_EIGHT_BITS[kind, weights])
             ),
         ),
         "kept-prompts": tuple(
