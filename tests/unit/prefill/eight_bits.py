@@ -14,7 +14,8 @@ LARGEST_CODE, LEAST_LARGEST = 448.0, 2.0**-100
 def quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(FP8 [T, K], fp32 [T]): a row's largest number becomes the largest code."""
     largest = x.float().abs().amax(dim=1).clamp(min=LEAST_LARGEST)
-    by = LARGEST_CODE / largest
+    # Rounded once: torch divides a number by a tensor as the product with its reciprocal.
+    by = torch.full_like(largest, LARGEST_CODE) / largest
     codes = (x.float() * by[:, None]).clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn)
     return codes, largest / LARGEST_CODE
 
