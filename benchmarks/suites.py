@@ -139,26 +139,13 @@ _LOOKUP = {"h100": "", "h200": " --speculate auto"}
 _ETUDE_TEMPERATURES: Mapping[str, tuple[int, ...]] = {"h100": (), "h200": (0, 1)}
 
 
-# What each of several requests gains and loses by the others' predictions; the last rows are of one
-# that has one, beside others that have none.
+# What each of several requests gains and loses by the others' predictions.
 _SIDE_BY_SIDE: Mapping[str, tuple[str, ...]] = {
     "h100": (),
-    "h200": (
-        *(
-            f"bench decode {_quantized('bf16', 'qwen3-1.7b')} {_RUN} --sequences 3 --prediction "
-            f"--wrong {wrong}{_LOOKUP['h200'] if wrong else ''}"
-            for wrong in (0, 1)
-        ),
-        *(
-            f"bench decode {_quantized('bf16', shape)} --prompt-tokens 128 --new-tokens 512 "
-            f"--precision bf16 --sequences {count} --prediction --predicted 1"
-            for shape, count in (
-                ("qwen3-1.7b", 2),
-                ("qwen3-1.7b", 3),
-                ("llama-3.2-1b", 2),
-                ("llama-3.1-8b", 3),
-            )
-        ),
+    "h200": tuple(
+        f"bench decode {_quantized('bf16', 'qwen3-1.7b')} {_RUN} --sequences 3 --prediction "
+        f"--wrong {wrong}{_LOOKUP['h200'] if wrong else ''}"
+        for wrong in (0, 1)
     ),
 }
 # The shape of a model made for a million positions.

@@ -340,8 +340,6 @@ def h200_predictions() -> str:
     """Predicted answers, each in turn with the same texts without drafts."""
     cells, plain = list[tuple[str, ...]](), dict[str, Any]()
     for r in rows_of("h200-predictions.json"):
-        if r.get("predicted") is not None:
-            continue
         if not r["speculation"]:
             plain = r
             continue
@@ -354,22 +352,20 @@ def h200_predictions() -> str:
     return table((*headings, "tokens/s", "min – max", "without"), cells, 4)
 
 
-def h200_beside_predictions() -> str:
-    """Requests without predictions, beside one whose prediction is right."""
-    cells, plain = list[tuple[str, ...]](), dict[str, Any]()
-    for r in rows_of("h200-predictions.json"):
-        if r.get("predicted") is None:
-            continue
-        if not r["speculation"]:
-            plain = r
-            continue
-        before, now = (x["beside_tokens_per_s"]["median"] for x in (plain, r))
-        cells.append((
-            r["shape"], str(r["sequences"]), f"{before:,.0f}", f"{now:,.0f}", f"{now / before:.2f}",
-            _speed(plain, 0)[0], _speed(r, 0)[0],
-        ))  # fmt: skip
-    headings = ("shape", "requests", "each of the others without drafts", "beside drafts", "share")
-    return table((*headings, "all together without drafts", "with"), cells, 1)
+def h200_one_copy() -> str:
+    """Prompts by rows beside packed weights, by these alone, and with activations in 8 bits."""
+    found: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for r in rows_of("h200-one-copy.json", "prefill"):
+        way = next((w for w in ("eight-bit", "packed") if f"--{w}" in r["command"]), "rows")
+        ways = found.setdefault((r["shape"], r["weights"]), {})
+        ways[way, r["prompt_tokens"]] = f"{r['ttft_ms']['median']:.1f}"
+    columns = [(way, count) for count in (128, 2048) for way in ("rows", "packed", "eight-bit")]
+    cells = [
+        (*which, *(ways.get(column, "") for column in columns)) for which, ways in found.items()
+    ]
+    names = {"rows": "rows", "packed": "packed", "eight-bit": "8 bits"}
+    headings = (f"{count:,} tokens: {names[way]}" for way, count in columns)
+    return table(("shape", "weights", *headings), cells, 2)
 
 
 def h200_tails() -> str:
@@ -690,7 +686,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
-    "h200-beside-predictions": h200_beside_predictions,
+    "h200-one-copy": h200_one_copy,
     "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
