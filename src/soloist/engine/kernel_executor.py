@@ -439,7 +439,8 @@ class KernelExecutor(Executor):
                 return
             for drafter in drafting:
                 drafter.rest()
-        yield from self._plain_rounds(requests, drafters, most)
+        resting = [d if d is not None and d.is_resting else None for d in drafters]
+        yield from self._plain_rounds(requests, resting, most)
 
     def _may_draft_in_kernel(self, requests: Sequence[Request]) -> bool:
         """Whether the kernel has all that columns of these requests need."""

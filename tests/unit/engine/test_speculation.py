@@ -506,6 +506,25 @@ def test_all_may_draft_where_beside_others_nobody_may() -> None:
     assert all(end.timings.tokens_per_round > 3 for end in ends if end is not None)
 
 
+def test_who_may_not_draft_beside_one_that_rests_ends_no_launch() -> None:
+    executor = drafting_kernel(2, range(1, 9))
+    asked = [greedy(140), greedy(140)]
+    asked[1].prompt = [3, *range(20, 50)]
+    _, plain = answers(executor, asked, [None, None])
+    texts = [end.token_ids for end in plain if end is not None]
+    decoder_of(executor).launches.clear()
+    executor.drafting = PREDICTIONS
+    wrong = [(i + 7) % VOCAB for i in texts[0]]
+    guesses = [
+        Drafter(PREDICTIONS, one.prompt, text)
+        for one, text in zip(asked, (wrong, texts[1]), strict=True)
+    ]
+    _, ends = answers(executor, asked, guesses)
+    assert [end.token_ids for end in ends if end is not None] == texts
+    together = [x for x in decoder_of(executor).launches if len(x.queries) == 2]
+    assert len(together) < 6
+
+
 def test_on_a_cpu_who_drafts_nothing_has_as_much_time_as_before() -> None:
     """By costs of steps: a step with seven drafts takes 3.5 times as long as one with none."""
     executor, asked = reference(), [greedy(400) for _ in range(3)]
