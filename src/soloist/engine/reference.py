@@ -392,6 +392,7 @@ class ReferenceModel(Executor):
     def free(self, request: Request) -> None:
         """See Executor."""
         sequence = self._open.pop(request)
+        self._turns.leave(request)
         self._num_free += sequence.cache.capacity
         if self._saved is not None and sequence.trail is not None:
             self._saved.forget(sequence.trail)

@@ -28,6 +28,10 @@ class Turns:
         least = min(self._used.values())
         return {r for r, used in self._used.items() if used < least + PLAIN_COST}
 
+    def leave(self, request: Request) -> None:
+        """It takes part no more."""
+        self._used.pop(request, None)
+
     def spend(self, request: Request, cost: int) -> None:
         """Its step cost so much, in thousandths of one without drafts."""
         self._used[request] += cost

@@ -50,6 +50,15 @@ def test_somebody_has_a_step_in_every_round() -> None:
                 turns.spend(one, rng.choice((1000, 1600, 3500)))
 
 
+def test_who_left_is_kept_by_nobody() -> None:
+    turns, (first, second) = Turns(), requests(2)
+    turns.begin([first, second])
+    turns.spend(first, 1000)
+    turns.leave(second)
+    turns.leave(second)
+    assert turns.due() == {first}
+
+
 def test_who_was_away_has_no_steps_to_make_up_for() -> None:
     turns, (first, second) = Turns(), requests(2)
     turns.begin([first, second])
