@@ -303,12 +303,14 @@ struct DraftBuffers {
   uint4* records;  // [sequence][block], zeroed for each launch
   Drafter* drafters;  // [block][sequence], but for the first sequence
   u32 num_sequences;
+  u32 most_beside;  // queries of a round in which a sequence has no draft
 };
 static_assert(sizeof(DraftBuffers) == 32, "DraftBuffers");
 static_assert(OFFSET_OF(DraftBuffers, starts) == 0, "starts");
 static_assert(OFFSET_OF(DraftBuffers, records) == 8, "records");
 static_assert(OFFSET_OF(DraftBuffers, drafters) == 16, "drafters");
 static_assert(OFFSET_OF(DraftBuffers, num_sequences) == 24, "num_sequences");
+static_assert(OFFSET_OF(DraftBuffers, most_beside) == 28, "most_beside");
 // The kernel's parameter. Pointers are to the GPU's memory, or as they say to the host's.
 struct Params {
   const u8* image;  // packed weights
