@@ -148,6 +148,21 @@ _SIDE_BY_SIDE: Mapping[str, tuple[str, ...]] = {
         for wrong in (0, 1)
     ),
 }
+# Of several requests the first has a prediction, which is right; the others draft nothing.
+_BESIDE: Mapping[str, tuple[str, ...]] = {
+    "h100": (),
+    "h200": tuple(
+        f"bench decode {_quantized(form, shape)} --prompt-tokens 128 --new-tokens 512 "
+        f"--precision bf16 --sequences {requests} --prediction --predicted 1"
+        for form, shape, requests in (
+            ("bf16", "qwen3-1.7b", 2),
+            ("bf16", "qwen3-1.7b", 3),
+            ("bf16", "llama-3.2-1b", 2),
+            ("bf16", "llama-3.1-8b", 3),
+            ("int4", "llama-3.1-8b", 3),
+        )
+    ),
+}
 # The shape of a model made for a million positions.
 _MILLION: Mapping[str, tuple[str, ...]] = {
     "h100": (),
@@ -217,6 +232,7 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
                 for temperature in _ETUDE_TEMPERATURES[kind]
             ),
             *_SIDE_BY_SIDE[kind],
+            *_BESIDE[kind],
         ),
         # Back from the host's memory and from files; and beside a stream.
         "contexts": tuple(

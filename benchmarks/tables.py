@@ -340,6 +340,8 @@ def h200_predictions() -> str:
     """Predicted answers, each in turn with the same texts without drafts."""
     cells, plain = list[tuple[str, ...]](), dict[str, Any]()
     for r in rows_of("h200-predictions.json"):
+        if r.get("predicted") is not None:
+            continue
         if not r["speculation"]:
             plain = r
             continue
@@ -350,6 +352,24 @@ def h200_predictions() -> str:
         ))  # fmt: skip
     headings = ("shape", "weights", "temperature", "drafts", "requests", "tokens a step of each")
     return table((*headings, "tokens/s", "min – max", "without"), cells, 4)
+
+
+def h200_beside_drafts() -> str:
+    """Requests without drafts beside one whose prediction is right."""
+    cells, plain = list[tuple[str, ...]](), dict[str, Any]()
+    for r in rows_of("h200-predictions.json"):
+        if r.get("predicted") is None:
+            continue
+        if not r["speculation"]:
+            plain = r
+            continue
+        alone, beside = (row["beside_tokens_per_s"]["median"] for row in (plain, r))
+        cells.append((
+            r["shape"], _stored(r), str(r["sequences"]), f"{alone:,.0f}", f"{beside:,.0f}",
+            f"{beside / alone:.3f}",
+        ))  # fmt: skip
+    headings = ("shape", "weights", "requests", "nobody drafts", "one drafts", "of it")
+    return table(headings, cells, 2)
 
 
 def h200_one_copy() -> str:
@@ -686,6 +706,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-kv": h200_kv,
     "h200-kept": h200_kept,
     "h200-predictions": h200_predictions,
+    "h200-beside-drafts": h200_beside_drafts,
     "h200-one-copy": h200_one_copy,
     "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
