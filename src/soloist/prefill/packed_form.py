@@ -38,8 +38,11 @@ PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 TOKEN_SLOTS = (3, 4, 5)
 # Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
 _FEW_TOKENS = 128
-# What a warp's results take on their way: 32 tokens of 16 values, of 4 bytes spread over banks.
-_BATCH, _WIDE_ROW_BYTES, _ROW_BYTES = 32, 80, 32
+# A slot of results has so many tokens: places of 8 rows of 16 bits, or as fp32 of 16 rows, which are
+# so much longer than their values that lanes meet in no bank.
+_BATCH, _WIDE_ROW_BYTES, _ROW_BYTES, _MORE_WIDE_BYTES, _MORE_BYTES = 32, 80, 16, 64, 16
+# Slots of results as fp32, which are large.
+_MOST_WIDE_SLOTS = 2
 _MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
@@ -47,8 +50,8 @@ _LANES, _GROUP_WARPS = 32, 4
 SPAN_BYTES = 2 * CHUNK_COLUMNS
 # Columns of a span in 8 bits, of which matrices multiplied in 8 bits have whole ones.
 EIGHT_BIT_COLUMNS = SPAN_BYTES
-# Of the warps that do not multiply, those that have weights copied; the other one does tokens.
-_WEIGHT_WARPS = _GROUP_WARPS - 1
+# Of the warps that do not multiply, those that have weights copied; one does tokens, one results.
+_WEIGHT_WARPS = _GROUP_WARPS - 2
 # Of threads, once groups of warps have traded those that the launch gives all of them.
 _LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
@@ -93,6 +96,7 @@ class Form:
         token_slots: of spans of tokens that lie in shared memory.
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
+        most_result_slots: of results on their way to memory, some tokens of a tile each.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
@@ -111,6 +115,7 @@ class Form:
     token_slots: int = 4
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
+    most_result_slots: int = 8
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
@@ -150,10 +155,25 @@ class Form:
         return self.weight_chunks * self._weight_chunk_bytes
 
     @property
-    def results_bytes(self) -> int:
-        """What results take on their way."""
-        row = _WIDE_ROW_BYTES if self.out is Out.WIDE else _ROW_BYTES
-        return self.groups * _GROUP_WARPS * _BATCH * row
+    def _token_place_bytes(self) -> int:
+        """Of a token's results in a place."""
+        return _WIDE_ROW_BYTES if self.out is Out.WIDE else _ROW_BYTES
+
+    @property
+    def _place_bytes(self) -> int:
+        more = _MORE_WIDE_BYTES if self.out is Out.WIDE else _MORE_BYTES
+        return _BATCH * self._token_place_bytes + more
+
+    @property
+    def result_slot_bytes(self) -> int:
+        """Results of some tokens of a tile."""
+        return self.fragments * (2 if self.out is Out.VALUES else 1) * self._place_bytes
+
+    @property
+    def result_slots(self) -> int:
+        """As many as a tile fills."""
+        most = _MOST_WIDE_SLOTS if self.out is Out.WIDE else self.most_result_slots
+        return min(most, -(-self.tokens // _BATCH))
 
     @property
     def weight_slots(self) -> int:
@@ -163,13 +183,15 @@ class Form:
     @property
     def _weight_room(self) -> int:
         tokens = self.token_slots * self.token_slot_bytes
-        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - self.results_bytes - tokens
+        results = self.result_slots * self.result_slot_bytes
+        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - results - tokens
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         tokens = self.token_slots * self.token_slot_bytes
-        return tokens + self.weight_slots * self.weight_slot_bytes + self.results_bytes
+        results = self.result_slots * self.result_slot_bytes
+        return tokens + self.weight_slots * self.weight_slot_bytes + results
 
     @property
     def source(self) -> Source:
@@ -188,6 +210,10 @@ class Form:
             "kWeightSlots": self.weight_slots,
             "kWeightChunks": self.weight_chunks,
             "kWeightWarps": _WEIGHT_WARPS,
+            "kResultSlots": self.result_slots,
+            "kResultBytes": self.result_slot_bytes,
+            "kPlaceBytes": self._place_bytes,
+            "kTokenPlaceBytes": self._token_place_bytes,
             "kPackedShared": self.shared_bytes,
             "kLoadRegisters": _LOAD_REGISTERS,
             "kMultiplyRegisters": _MULTIPLY_REGISTERS,

@@ -8,6 +8,9 @@
 // a bulk copy in some 60 cycles, lane by lane: so a copy brings several chunks, and kWeightWarps share the weights. kGroups groups of
 // four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
+//
+// Results leave through a third ring, 32 tokens of a tile in a slot, by a warp that stores them to memory: stores of all SMs at once
+// take as long as a tenth of a tile, in which the next one is multiplied.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
 // While a group's products are made it makes the next span's operands, and reads the weights of the one after from shared memory.
@@ -40,12 +43,16 @@ inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
 inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
 inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
-// Results leave through a warp's own shared memory, 32 tokens at a time, of which kLeaving are there.
+inline constexpr bool kGated = kOut == Out::kGated || kOut == Out::kArranged;
+// A slot of results has kBatch tokens of a tile, of which kLeaving are there: places of kPlaceBytes, so that no bank has two of what lanes
+// store or read at once, kTokenPlaceBytes of a token. A place has 8 rows; as fp32 a fragment's 16; gated a fragment's 8 neurons.
 inline constexpr u32 kBatch = 32, kLeaving = kTokens < kBatch ? kTokens : kBatch;
-inline constexpr u32 kWideRowBytes = 80;  // 16 values of 4 bytes, so spread that no bank has two of them
-inline constexpr u32 kLeavingBytes = kBatch * (kOut == Out::kWide ? kWideRowBytes : 32);
+inline constexpr u32 kFragmentPlaces = kOut == Out::kValues ? 2 : 1;
+inline constexpr u32 kResultRing = kResultSlots * kResultBytes;
 
-static_assert(kPackedShared == kTokenRing + kWeightRing + kMultiplyingWarps * kLeavingBytes, "slots and results");
+static_assert(kPackedShared == kTokenRing + kWeightRing + kResultRing, "slots");
+static_assert(kResultBytes == kFragments * kFragmentPlaces * kPlaceBytes, "a place for all that a slot has");
+static_assert(1 + kWeightWarps + 1 == 4, "tokens, weights and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
 static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
@@ -59,10 +66,11 @@ struct Ring {
   u32 data, full, empty;
 };
 struct Rings {
-  Ring tokens, weights;
+  Ring tokens, weights, results;
 };
 using TokenSlot = SlotState<kTokenSlots>;
 using WeightSlot = SlotState<kWeightSlots>;
+using ResultSlot = SlotState<kResultSlots>;
 // What all tiles have in common.
 struct Product {
   const u8* image;    // where the first block has the matrix
@@ -147,17 +155,8 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
   }
 }
 
-// Where those of 8 rows go. Which 8 they are is known at run time, and registers have no addresses.
-struct Results {
-  i32 out;
-  bool exist;
-  __device__ __forceinline__ Results(const Half (&halves)[2], u32 which)
-      : out(which ? halves[1].out : halves[0].out), exist((which ? halves[1].kind : halves[0].kind) != HalfKind::kNone) {}
-};
-
-// kBatch of a tile's tokens, from `first` on, leave as 16-bit values. Of 8 rows a token's results are 16 bytes.
-__device__ __forceinline__ void write_values(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
-                                             u32 shared, u32 token, u32 lane) {
+// A fragment's results of kBatch tokens, from `first` on, become what leaves, in their place of a slot. 8 rows of a token are 16 bytes.
+__device__ __forceinline__ void put_values(const float (&sums)[kSums], u32 first, u32 place, u32 lane) {
 #pragma unroll
   for (u32 j = 0; j < kBatch; j += 16) {
     u32 words[4];  // 8 tokens of rows g and of rows g + 8, and the next 8
@@ -166,65 +165,23 @@ __device__ __forceinline__ void write_values(const float (&sums)[kSums], u32 fir
       const u32 at = (first + j) / 8 * 4 + i * 2;
       words[i] = at < kSums ? pack_pair(sums[at % kSums], sums[(at + 1) % kSums]) : 0;
     }
-    store_matrices_transposed(shared + lane / 8 % 2 * (kBatch * 16) + (j + lane / 16 * 8 + lane % 8) * 16, words);
+    store_matrices_transposed(place + lane / 8 % 2 * kPlaceBytes + (j + lane / 16 * 8 + lane % 8) * 16, words);
   }
-  __syncwarp();
-#pragma unroll
-  for (u32 i = lane; i < 2 * kLeaving; i += 32) {
-    const u32 row = token + first + i / 2;
-    const Results half(halves, i % 2);
-    const i32 left = static_cast<i32>(product.results) - half.out;
-    if (row >= product.tokens || !half.exist || left <= 0) continue;
-    const uint4 v = load_shared(shared + i % 2 * (kBatch * 16) + i / 2 * 16);
-    u16* to = reinterpret_cast<u16*>(product.out) + static_cast<u64>(row) * product.pitch + half.out;
-    if (product.pitch % 8 == 0 && left >= 8) {
-      *reinterpret_cast<uint4*>(to) = v;
-    } else {
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (u32 k = 0; k < 8; ++k)
-        if (static_cast<i32>(k) < left) to[k] = static_cast<u16>(words[k / 2] >> k % 2 * 16);
-    }
-  }
-  __syncwarp();
 }
 
 // The same as fp32.
-__device__ __forceinline__ void write_wide(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
-                                           u32 shared, u32 token, u32 lane) {
+__device__ __forceinline__ void put_wide(const float (&sums)[kSums], u32 first, u32 place, u32 lane) {
 #pragma unroll
   for (u32 j = 0; j < kLeaving; j += 8)
 #pragma unroll
     for (u32 i = 0; i < 4; ++i)
-      store_shared1(shared + (j + lane % 4 * 2 + i % 2) * kWideRowBytes + (i / 2 * 8 + lane / 4) * 4,
+      store_shared1(place + (j + lane % 4 * 2 + i % 2) * kTokenPlaceBytes + (i / 2 * 8 + lane / 4) * 4,
                     __float_as_uint(sums[(first + j) / 8 * 4 + i]));
-  __syncwarp();
-#pragma unroll
-  for (u32 i = lane; i < 4 * kLeaving; i += 32) {
-    const u32 row = token + first + i / 4;
-    const Results half(halves, i / 2 % 2);
-    const i32 out = half.out + static_cast<i32>(i % 2 * 4), left = static_cast<i32>(product.results) - out;
-    if (row >= product.tokens || !half.exist || left <= 0) continue;
-    const uint4 v = load_shared(shared + i / 4 * kWideRowBytes + i % 4 * 16);
-    u32* to = reinterpret_cast<u32*>(product.out) + static_cast<u64>(row) * product.pitch + out;
-    if (product.pitch % 4 == 0 && left >= 4) {
-      *reinterpret_cast<uint4*>(to) = v;
-    } else {
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k)
-        if (static_cast<i32>(k) < left) to[k] = words[k];
-    }
-  }
-  __syncwarp();
 }
 
 // Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
-// multiplies. Where the next product wants them arranged, the group's four warps have 32 neurons in order: 16 bytes of a token
-// are a word of each. They leave through two places in turn, so warps meet once for 32 tokens: who writes to a place knows that all
-// have read the one before.
-__device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 first, const Product& product, const Half (&halves)[2],
-                                            u32 shared, u32 token, u32 warp, u32 lane) {
+// multiplies.
+__device__ __forceinline__ void put_gated(const float (&sums)[kSums], u32 first, u32 place, u32 lane) {
   u32 words[4];  // 8 tokens each
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
@@ -233,31 +190,107 @@ __device__ __forceinline__ void write_gated(const float (&sums)[kSums], u32 firs
                                        pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
                           : 0;
   }
-  const u32 place = kOut == Out::kArranged ? first / kLeaving % 2 * (kLeavingBytes / 2) : 0;
-  store_matrices_transposed(shared + place + lane * 16, words);
-  u16* const out = reinterpret_cast<u16*>(product.out);
-  const bool exists = halves[0].kind != HalfKind::kNone;
-  if constexpr (kOut == Out::kArranged) {
-    meet_at(1 + warp / 4, 128);
-    const u32 thread = warp % 4 * 32 + lane, part = thread % 4, row = token + first + thread / 4;
-    const u32 at = shared - warp % 4 * kLeavingBytes + place + thread / 4 * 16 + part * 4;
-    uint4 v;
-    v.x = load_shared1(at), v.y = load_shared1(at + kLeavingBytes);
-    v.z = load_shared1(at + 2 * kLeavingBytes), v.w = load_shared1(at + 3 * kLeavingBytes);
-    const u32 neuron = halves[0].out - warp % 4 * 8;  // the group's first
-    if (thread / 4 < kLeaving && row < product.tokens && exists)
-      *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + neuron + part * 8) = v;
-  } else {
+  store_matrices_transposed(place + lane * 16, words);
+}
+
+// Of a tile's results the values that a lane stores, kOwnValues neighbours at a time: always of the same rows, and of every kLaneTokens-th
+// token. Lanes that are neighbours have a token's values side by side.
+inline constexpr u32 kResultBits = kOut == Out::kWide ? 32 : 16, kOwnValues = 128 / kResultBits;
+inline constexpr u32 kTokenLanes = kOut == Out::kValues || (kOut == Out::kWide && kGroups == 1) ? 16 : kOut == Out::kWide ? 32 : 8;
+inline constexpr u32 kLaneTokens = 32 / kTokenLanes;
+struct Leaving {
+  u32 from;  // of its first token, in a slot
+  i32 out;   // in a row of results
+  bool exists;
+  __device__ __forceinline__ Leaving(const Half* halves, u32 lane) {
+    const u32 own = lane % kTokenLanes, token = lane / kTokenLanes;
+    u32 half;
+    i32 beside = 0;
+    if constexpr (kOut == Out::kValues) {
+      half = own, from = half * kPlaceBytes + token * 16;
+    } else if constexpr (kOut == Out::kWide) {
+      half = own / 2, beside = own % 2 * 4, from = own / 4 * kPlaceBytes + own % 4 * 16 + token * kTokenPlaceBytes;
+    } else if constexpr (kOut == Out::kGated) {
+      half = own * 2, from = own * kPlaceBytes + token * 16;
+    } else {
+      // A group's four warps have 32 neurons in order: as the next product reads them, 16 bytes of a token are a word of each.
+      half = own / 4 * 8, beside = own % 4 * 8, from = own / 4 * 4 * kPlaceBytes + own % 4 * 4 + token * 16;
+    }
+    exists = half < 2 * kFragments && halves[half].kind != HalfKind::kNone;
+    if (!exists) from = 0;
+    out = halves[half].out + beside;
+  }
+  __device__ __forceinline__ uint4 read(u32 at) const {
+    if constexpr (kOut == Out::kArranged)
+      return make_uint4(load_shared1(at), load_shared1(at + kPlaceBytes), load_shared1(at + 2 * kPlaceBytes), load_shared1(at + 3 * kPlaceBytes));
+    return load_shared(at);
+  }
+};
+
+// `left`: how many values of the row there are from the first one on.
+__device__ __forceinline__ void store_result(u8* to, const uint4& v, u32 pitch, i32 left) {
+  if (pitch % kOwnValues == 0 && left >= static_cast<i32>(kOwnValues)) {
+    *reinterpret_cast<uint4*>(to) = v;
+    return;
+  }
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (u32 k = 0; k < kOwnValues; ++k) {
+    if (static_cast<i32>(k) >= left) break;
+    if constexpr (kResultBits == 32) reinterpret_cast<u32*>(to)[k] = words[k];
+    else reinterpret_cast<u16*>(to)[k] = static_cast<u16>(words[k / 2] >> k % 2 * 16);
+  }
+}
+
+// A warp: all results.
+__device__ __forceinline__ void store_results(const Ring& ring, const Product& product, u32 lane) {
+  constexpr u32 kAtOnce = kLeaving / kLaneTokens < 4 ? kLeaving / kLaneTokens : 4;
+  ResultSlot at;
+#pragma unroll 1
+  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
+    const Tile own(product, tile);
+    const Leaving leaving(product.table + own.row_tile * kTableHalves, lane);
+    const i32 left = static_cast<i32>(product.results) - leaving.out;
+    const bool exists = leaving.exists && left > 0;
+    u32 row = own.token + lane / kTokenLanes;
+    const u64 pitch = static_cast<u64>(product.pitch) * (kResultBits / 8);
+    u8* to = product.out + leaving.out * static_cast<i64>(kResultBits / 8) + row * pitch;
+    if constexpr (kParts > 1) to += own.part * product.tokens * pitch;
+#pragma unroll 1
+    for (u32 first = 0; first < kTokens; first += kLeaving, at.next()) {
+      wait_or_trap(ring.full + at.slot * 8, at.round);
+      u32 from = ring.data + at.slot * kResultBytes + leaving.from;
+#pragma unroll 1
+      for (u32 i = 0; i < kLeaving / kLaneTokens; i += kAtOnce) {
+        uint4 values[kAtOnce];
+#pragma unroll
+        for (u32 k = 0; k < kAtOnce; ++k) values[k] = leaving.read(from + k * (kLaneTokens * kTokenPlaceBytes));
+#pragma unroll
+        for (u32 k = 0; k < kAtOnce; ++k) {
+          if (exists && row + k * kLaneTokens < own.stop) store_result(to + k * kLaneTokens * pitch, values[k], product.pitch, left);
+        }
+        from += kAtOnce * kLaneTokens * kTokenPlaceBytes, row += kAtOnce * kLaneTokens, to += kAtOnce * kLaneTokens * pitch;
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(ring.empty + at.slot * 8);
+    }
+  }
+}
+
+// All slots of a tile's results, by a warp that multiplies: `put` what it has of kLeaving tokens from one on.
+template <class Put>
+__device__ __forceinline__ void put_results(const Ring& ring, ResultSlot& to, u32 lane, const Put& put) {
+#pragma unroll
+  for (u32 first = 0; first < kTokens; first += kLeaving, to.next()) {
+    wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
+    put(first, ring.data + to.slot * kResultBytes);
     __syncwarp();
-    const u32 row = token + first + lane;
-    if (lane < kLeaving && row < product.tokens && exists)
-      *reinterpret_cast<uint4*>(out + static_cast<u64>(row) * product.pitch + halves[0].out) = load_shared(shared + lane * 16);
-    __syncwarp();
+    if (lane == 0) mbarrier_arrive(ring.full + to.slot * 8);
   }
 }
 
 // A group without rows in a tile: it gives back what comes.
-__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
+__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, ResultSlot& results, u32 lane) {
 #pragma unroll 1
   for (u32 span = 0; span < kPartSpans; ++span, tokens.next()) {
     if (span % kSlotSpans == 0) {
@@ -268,6 +301,7 @@ __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, W
     wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
     if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
   }
+  put_results(rings.results, results, lane, [](u32, u32) {});
 }
 
 // Of 8 rows and tokens: a sum's share of both scales is one factor. Lanes have tokens in pairs.
@@ -286,21 +320,33 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& 
   }
 }
 
+// What a warp has of a tile. Groups are filled from the first warp on.
+struct Rows {
+  Half halves[2];
+  HalfKind of_group;
+  __device__ __forceinline__ Rows(const Product& product, u32 tile, u32 warp) {
+    const Half* const own = product.table + Tile(product, tile).row_tile * kTableHalves + warp * 2;
+    halves[0] = own[0], halves[1] = own[1], of_group = own[-static_cast<i32>(warp % 4 * 2)].kind;
+  }
+};
+
 // A warp of those that multiply. A span's weights are read two spans ahead, and become operands one span ahead, while the tensor
 // cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
-__device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 results, u32 warp, u32 lane) {
-  const u32 shared = results + warp * kLeavingBytes;
+__device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 warp, u32 lane) {
   TokenSlot tokens;
   WeightSlot weights;
+  ResultSlot results;
+  const u32 tiles = num_tiles(product);
+  Rows next(product, blockIdx.x, warp);
 #pragma unroll 1
-  for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
     const u32 start = place.part * kPartSpans, end = start + kPartSpans;
-    const Half* const own = product.table + place.row_tile * kTableHalves + warp * 2;
-    const Half halves[2] = {own[0], own[1]};
-    // Groups are filled from the first warp on.
-    if (own[-static_cast<i32>(warp % 4 * 2)].kind == HalfKind::kNone) {
-      pass_by(rings, tokens, weights, lane);
+    const Half halves[2] = {next.halves[0], next.halves[1]};
+    const u32 following = tile + gridDim.x < tiles ? tile + gridDim.x : tile;
+    if (next.of_group == HalfKind::kNone) {
+      next = Rows(product, following, warp);
+      pass_by(rings, tokens, weights, results, lane);
       continue;
     }
     const bool is_tile = halves[0].kind == HalfKind::kTile;
@@ -375,15 +421,14 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     if constexpr (kPartSpans % 2 == 1) take(end - 1, operands[0], operands[1]);
     take_sums(sums);
     if constexpr (kEightBits) scale_sums(sums, product, with, place.token, place.stop, lane);
-    Product to = product;
-    to.tokens = place.stop;
-    if constexpr (kParts > 1) to.out += static_cast<u64>(place.part) * product.tokens * product.pitch * sizeof(float);
-#pragma unroll
-    for (u32 first = 0; first < kTokens; first += kLeaving) {
-      if constexpr (kOut == Out::kValues) write_values(sums, first, to, halves, shared, place.token, lane);
-      else if constexpr (kOut == Out::kWide) write_wide(sums, first, to, halves, shared, place.token, lane);
-      else write_gated(sums, first, to, halves, shared, place.token, warp, lane);
-    }
+    // They come while results are put.
+    next = Rows(product, following, warp);
+    put_results(rings.results, results, lane, [&](u32 first, u32 slot) {
+      const u32 own = slot + warp * (kFragmentPlaces * kPlaceBytes);
+      if constexpr (kOut == Out::kValues) put_values(sums, first, own, lane);
+      else if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
+      else put_gated(sums, first, own, lane);
+    });
   }
 }
 
@@ -391,10 +436,12 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
 extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];
-  __shared__ u64 barriers[2 * (kTokenSlots + kWeightSlots)];
+  __shared__ u64 barriers[2 * (kTokenSlots + kWeightSlots + kResultSlots)];
   const u32 data = kept(shared_address(shared)), full = kept(shared_address(barriers));
-  const Ring tokens{data, full, full + kTokenSlots * 8};
-  const Ring weights{data + kTokenRing, full + 2 * kTokenSlots * 8, full + (2 * kTokenSlots + kWeightSlots) * 8};
+  const auto ring = [](u32 data, u32 barriers, u32 slots) { return Ring{data, barriers, barriers + slots * 8}; };
+  const Ring tokens = ring(data, full, kTokenSlots);
+  const Ring weights = ring(data + kTokenRing, full + 2 * kTokenSlots * 8, kWeightSlots);
+  const Ring results = ring(data + kTokenRing + kWeightRing, full + 2 * (kTokenSlots + kWeightSlots) * 8, kResultSlots);
   // All lanes know that it is one warp's number.
   const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -408,18 +455,26 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
       mbarrier_init(weights.full + i * 8, kWeightWarps);
       mbarrier_init(weights.empty + i * 8, kMultiplyingWarps);
     }
+#pragma unroll 1
+    for (u32 i = 0; i < kResultSlots; ++i) {
+      mbarrier_init(results.full + i * 8, kMultiplyingWarps);
+      mbarrier_init(results.empty + i * 8, 1);
+    }
     publish_barriers();
   }
   __syncthreads();
   if (warp >= kMultiplyingWarps) {
     if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
-    if (warp == kMultiplyingWarps) {
+    const u32 number = warp - kMultiplyingWarps;
+    if (number == 0) {
       if (lane == 0) load_tokens(tokens, x, product);
-    } else if (warp <= kMultiplyingWarps + kWeightWarps) {
-      load_weights(weights, product, warp - kMultiplyingWarps - 1, lane);
+    } else if (number <= kWeightWarps) {
+      load_weights(weights, product, number - 1, lane);
+    } else {
+      store_results(results, product, lane);
     }
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
-    multiply({tokens, weights}, product, data + kTokenRing + kWeightRing, warp, lane);
+    multiply({tokens, weights, results}, product, warp, lane);
   }
 }
