@@ -139,13 +139,13 @@ def test_products_are_those_of_torch(
 
 
 # What stands in the kernel, and mistakes in its place.
-FREE_TOKENS = "if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);\n      "
+FREE_TOKENS = "if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);\n        "
 FREE_WEIGHTS = "if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);"
 PAUSES = "for (u32 i = 0; i < 9; ++i) pause();"
 MISTAKES = {
     "tokens are given back early": {
-        f"wait_for_products<0>();\n      {FREE_TOKENS}": (
-            f"{FREE_TOKENS}{PAUSES} wait_for_products<0>();\n      "
+        f"wait_for_products<0>();\n        {FREE_TOKENS}": (
+            f"{FREE_TOKENS}{PAUSES} wait_for_products<0>();\n        "
         )
     },
     "weights are given back unread": {
@@ -156,6 +156,13 @@ MISTAKES = {
         "if (lane == 0) mbarrier_arrive_after": "if (false) mbarrier_arrive_after",
     },
     "operands change under products": {"convert(next);": "convert(now);"},
+    "results are given back unread": {
+        "way.store(ring.data + at.slot * kResultBytes, product, i * kLeaving, 0, kLeaving);": "",
+        "if (lane == 0) mbarrier_arrive(ring.empty + at.slot * 8);": (
+            f"if (lane == 0) mbarrier_arrive(ring.empty + at.slot * 8); {PAUSES} "
+            "way.store(ring.data + at.slot * kResultBytes, product, i * kLeaving, 0, kLeaving);"
+        ),
+    },
 }
 
 
@@ -164,7 +171,7 @@ def test_mistakes_show(mistake: str, tmp_path: Path) -> None:
     """So the other tests would find them. With the fewest slots somebody else is quick to write."""
     case = packed_matrix("plain", SHAPES["two groups"])
     x = activations(case, 130)
-    own = form(case, 64, Out.VALUES, token_slots=1, most_weight_slots=1)
+    own = form(case, 64, Out.VALUES, token_slots=1, most_weight_slots=1, most_result_slots=1)
     right = product(case, own, x, tmp_path / "right", 8)
     close(right, x.double() @ case.numbers.double().T, 3e-3)
     wrong = product(case, own, x, tmp_path / "wrong", 8, changes=MISTAKES[mistake])

@@ -242,39 +242,68 @@ __device__ __forceinline__ void store_result(u8* to, const uint4& v, u32 pitch, 
   }
 }
 
-// A warp: all results.
+// Of a tile: slots of results that it fills, and those of them that are in the ring once the last one is.
+inline constexpr u32 kFilled = kTokens / kLeaving, kKept = kFilled < kResultSlots ? kFilled : kResultSlots;
+// Where a lane's results of a tile go.
+struct Way {
+  Leaving leaving;
+  u32 row, stop;  // its first token, and behind the last one
+  u64 pitch;      // bytes of a row
+  u8* to;         // of its first token
+  i32 left;       // values of the row from its first one on
+  __device__ __forceinline__ Way(const Product& product, const Tile& tile, u32 lane)
+      : leaving(product.table + tile.row_tile * kTableHalves, lane), row(tile.token + lane / kTokenLanes), stop(tile.stop),
+        pitch(static_cast<u64>(product.pitch) * (kResultBits / 8)), left(static_cast<i32>(product.results) - leaving.out) {
+    if (!leaving.exists) left = 0;
+    to = product.out + leaving.out * static_cast<i64>(kResultBits / 8) + row * pitch;
+    if constexpr (kParts > 1) to += tile.part * product.tokens * pitch;
+  }
+  // Of a slot the tokens from `begin` to `end`, multiples of kAtOnce turns; the slot's first one is the tile's `first`.
+  __device__ __forceinline__ void store(u32 slot, const Product& product, u32 first, u32 begin, u32 end) const {
+#pragma unroll 1
+    for (u32 token = begin; token < end; token += kAtOnce * kLaneTokens) {
+      const u32 from = slot + leaving.from + token * kTokenPlaceBytes, own = row + first + token;
+      u8* const at = to + (first + token) * pitch;
+      uint4 values[kAtOnce];
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; ++k) values[k] = leaving.read(from + k * (kLaneTokens * kTokenPlaceBytes));
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; ++k)
+        if (left > 0 && own + k * kLaneTokens < stop) store_result(at + k * kLaneTokens * pitch, values[k], product.pitch, left);
+    }
+  }
+  static constexpr u32 kAtOnce = kLeaving / kLaneTokens < 4 ? kLeaving / kLaneTokens : 4;
+};
+
+// The results' warp: all but what is in the ring at the end.
 __device__ __forceinline__ void store_results(const Ring& ring, const Product& product, u32 lane) {
-  constexpr u32 kAtOnce = kLeaving / kLaneTokens < 4 ? kLeaving / kLaneTokens : 4;
   ResultSlot at;
 #pragma unroll 1
-  for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
-    const Tile own(product, tile);
-    const Leaving leaving(product.table + own.row_tile * kTableHalves, lane);
-    const i32 left = static_cast<i32>(product.results) - leaving.out;
-    const bool exists = leaving.exists && left > 0;
-    u32 row = own.token + lane / kTokenLanes;
-    const u64 pitch = static_cast<u64>(product.pitch) * (kResultBits / 8);
-    u8* to = product.out + leaving.out * static_cast<i64>(kResultBits / 8) + row * pitch;
-    if constexpr (kParts > 1) to += own.part * product.tokens * pitch;
+  for (u32 tile = blockIdx.x, tiles = num_tiles(product); tile < tiles; tile += gridDim.x) {
+    const Way way(product, Tile(product, tile), lane);
+    const u32 filled = tile + gridDim.x < tiles ? kFilled : kFilled - kKept;
 #pragma unroll 1
-    for (u32 first = 0; first < kTokens; first += kLeaving, at.next()) {
+    for (u32 i = 0; i < filled; ++i, at.next()) {
       wait_or_trap(ring.full + at.slot * 8, at.round);
-      u32 from = ring.data + at.slot * kResultBytes + leaving.from;
-#pragma unroll 1
-      for (u32 i = 0; i < kLeaving / kLaneTokens; i += kAtOnce) {
-        uint4 values[kAtOnce];
-#pragma unroll
-        for (u32 k = 0; k < kAtOnce; ++k) values[k] = leaving.read(from + k * (kLaneTokens * kTokenPlaceBytes));
-#pragma unroll
-        for (u32 k = 0; k < kAtOnce; ++k) {
-          if (exists && row + k * kLaneTokens < own.stop) store_result(to + k * kLaneTokens * pitch, values[k], product.pitch, left);
-        }
-        from += kAtOnce * kLaneTokens * kTokenPlaceBytes, row += kAtOnce * kLaneTokens, to += kAtOnce * kLaneTokens * pitch;
-      }
+      way.store(ring.data + at.slot * kResultBytes, product, i * kLeaving, 0, kLeaving);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(ring.empty + at.slot * 8);
     }
   }
+}
+
+// Those, by the warps that multiply, which have nothing else to do: kSharing of them have a slot. `at`: the first slot of the block's last tile.
+__device__ __forceinline__ void store_last_results(const Ring& ring, const Product& product, const Tile& tile, ResultSlot at, u32 warp, u32 lane) {
+  constexpr u32 kMost = kMultiplyingWarps / kKept, kTurns = kLeaving / (Way::kAtOnce * kLaneTokens);
+  constexpr u32 kSharing = kMost < kTurns ? kMost : kTurns, kShare = kLeaving / kSharing;
+  static_assert(kTurns % kSharing == 0, "equal shares");
+  const u32 number = kFilled - kKept + warp % kKept, share = warp / kKept;
+  if (share >= kSharing) return;
+#pragma unroll 1
+  for (u32 i = 0; i < number; ++i) at.next();
+  const Way way(product, tile, lane);
+  wait_or_trap(ring.full + at.slot * 8, at.round);
+  way.store(ring.data + at.slot * kResultBytes, product, number * kLeaving, share * kShare, (share + 1) * kShare);
 }
 
 // All slots of a tile's results, by a warp that multiplies: `put` what it has of kLeaving tokens from one on.
@@ -290,7 +319,7 @@ __device__ __forceinline__ void put_results(const Ring& ring, ResultSlot& to, u3
 }
 
 // A group without rows in a tile: it gives back what comes.
-__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, ResultSlot& results, u32 lane) {
+__device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
 #pragma unroll 1
   for (u32 span = 0; span < kPartSpans; ++span, tokens.next()) {
     if (span % kSlotSpans == 0) {
@@ -301,7 +330,6 @@ __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, W
     wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
     if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
   }
-  put_results(rings.results, results, lane, [](u32, u32) {});
 }
 
 // Of 8 rows and tokens: a sum's share of both scales is one factor. Lanes have tokens in pairs.
@@ -322,113 +350,149 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& 
 
 // What a warp has of a tile. Groups are filled from the first warp on.
 struct Rows {
+  const u8* image;
+  u32 start;  // the first span
   Half halves[2];
   HalfKind of_group;
-  __device__ __forceinline__ Rows(const Product& product, u32 tile, u32 warp) {
-    const Half* const own = product.table + Tile(product, tile).row_tile * kTableHalves + warp * 2;
+  __device__ __forceinline__ Rows(const Product& product, u32 number, u32 warp) {
+    const Tile tile(product, number);
+    const Half* const own = product.table + tile.row_tile * kTableHalves + warp * 2;
+    image = tile.image, start = tile.part * kPartSpans;
     halves[0] = own[0], halves[1] = own[1], of_group = own[-static_cast<i32>(warp % 4 * 2)].kind;
   }
+  __device__ __forceinline__ bool is_tile() const { return halves[0].kind == HalfKind::kTile; }
 };
 
 // A warp of those that multiply. A span's weights are read two spans ahead, and become operands one span ahead, while the tensor
-// cores multiply by those before: these have other registers, and their products are awaited before the next ones begin.
+// cores multiply by those before: these have other registers, and their products are awaited before the next ones begin. So it
+// goes on from a tile to the block's next one.
 __device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 warp, u32 lane) {
   TokenSlot tokens;
   WeightSlot weights;
   ResultSlot results;
+  float sums[kSums];
+  uint4 operands[2][4];
+  Stored stored[kSpanChunks];
+  Shared with;  // of the weights that become operands next; in 8 bits a tile has the same ones throughout
   const u32 tiles = num_tiles(product);
-  Rows next(product, blockIdx.x, warp);
+  if (blockIdx.x >= tiles) return;
+  Rows rows(product, blockIdx.x, warp);  // of the tile whose weights are read
+  const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
+  const auto read_chunk = [&](u32 chunk, Stored& to) {
+    const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
+    const bool alternate = rows.is_tile() && parts_alternate(ChunkPlace(chunk).step);
+    const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
+    const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
+    to.load(
+        lane, rows.is_tile(), [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
+        [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
+  };
+  const auto read = [&](u32 span) {
+#pragma unroll
+    for (u32 i = 0; i < kSpanChunks; ++i) read_chunk(span * kSpanChunks + i, stored[i]);
+  };
+  const auto load_scales = [&](u32 span) {
+    if constexpr (!kEightBits) with.load(rows.image, rows.halves, span, lane);
+  };
+  // Once what was read is in registers: before a span that begins a slot. `end`: the tile's.
+  const auto give_back = [&](u32 span, u32 end) {
+    if (kept(span) % kSlotSpans) return;
+    if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
+    weights.next();
+    if (span < end) await_weights();
+  };
+  const auto convert = [&](uint4 (&a)[4]) {
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) {
+      if constexpr (kEightBits) a[k] = codes_operand(stored[k / 2], rows.is_tile(), k % 2);
+      else a[k] = operand_of(stored[0], with, rows.is_tile(), k / 2, k % 2);
+    }
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
+  };
+  // The first span's operands, and the next one's weights.
+  const auto begin = [&](uint4 (&a)[4]) {
+    const u32 start = rows.start;
+    with.load(rows.image, rows.halves, start * kSpanChunks, lane);
+    await_weights();
+    read(start);
+    give_back(start + 1, start + kPartSpans);
+    convert(a);
+    if (kPartSpans > 1) load_scales(start + 1);
+    if (kPartSpans > 1) read(start + 1);
+  };
+  bool begun = false;
 #pragma unroll 1
   for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const Tile place(product, tile);
-    const u32 start = place.part * kPartSpans, end = start + kPartSpans;
-    const Half halves[2] = {next.halves[0], next.halves[1]};
-    const u32 following = tile + gridDim.x < tiles ? tile + gridDim.x : tile;
-    if (next.of_group == HalfKind::kNone) {
-      next = Rows(product, following, warp);
-      pass_by(rings, tokens, weights, results, lane);
-      continue;
-    }
-    const bool is_tile = halves[0].kind == HalfKind::kTile;
-    float sums[kSums];
-    uint4 operands[2][4];
-    Stored stored[kSpanChunks];
-    Shared with;
-    const auto await_weights = [&] { wait_or_trap(rings.weights.full + weights.slot * 8, weights.round); };
-    const auto read_chunk = [&](u32 chunk, Stored& to) {
-      const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
-      const bool alternate = is_tile && parts_alternate(ChunkPlace(chunk).step);
-      const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
-      const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
-      to.load(
-          lane, is_tile, [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
-          [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
+    const bool goes_on = tile + gridDim.x < tiles;
+    const auto go_on = [&] {
+      if (goes_on) rows = Rows(product, tile + gridDim.x, warp);
     };
-    const auto read = [&](u32 span) {
+    ResultSlot filled = results;
+    if (rows.of_group == HalfKind::kNone) {
+      go_on();
+      pass_by(rings, tokens, weights, lane);
+      put_results(rings.results, results, lane, [](u32, u32) {});
+    } else {
+      if (!begun) begin(operands[0]);
+      begun = false;
+      const u32 start = rows.start, end = start + kPartSpans;
+      const Shared of_sums = with;
+      // `ahead`: what is done while products are made.
+      const auto take = [&](u32 span, uint4 (&now)[4], const auto& ahead) {
+        wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
+        const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
+        begin_products();
 #pragma unroll
-      for (u32 i = 0; i < kSpanChunks; ++i) read_chunk(span * kSpanChunks + i, stored[i]);
-    };
-    // Once what was read is in registers: before a span that begins a slot.
-    const auto give_back = [&](u32 span) {
-      if (kept(span) % kSlotSpans) return;
-      if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
-      weights.next();
-      if (span < end) await_weights();
-    };
-    const auto convert = [&](uint4 (&a)[4]) {
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        if constexpr (kEightBits) a[k] = codes_operand(stored[k / 2], is_tile, k % 2);
-        else a[k] = operand_of(stored[0], with, is_tile, k / 2, k % 2);
-      }
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
-    };
-    // In 8 bits a tile has the same ones throughout.
-    const auto load_scales = [&](u32 span) {
-      if constexpr (!kEightBits) with.load(place.image, halves, span, lane);
-    };
-    with.load(place.image, halves, start * kSpanChunks, lane);
-    await_weights();
-    read(start);
-    give_back(start + 1);
-    convert(operands[0]);
-    if (kPartSpans > 1) load_scales(start + 1);
-    if (kPartSpans > 1) read(start + 1);
-    const auto take = [&](u32 span, uint4 (&now)[4], uint4 (&next)[4]) {
-      wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
-      const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
-      begin_products();
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
-      commit_products();
-      if (span + 1 < end) {
-        // It comes before the conversion, or the compiler would begin that before the products.
-        give_back(span + 2);
-        convert(next);
-        if (span + 2 < end) load_scales(span + 2);
-        if (span + 2 < end) read(span + 2);
-      }
-      wait_for_products<0>();
-      if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
-      tokens.next();
-    };
+        for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
+        commit_products();
+        ahead();
+        wait_for_products<0>();
+        if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
+        tokens.next();
+      };
+      const auto take_and_read = [&](u32 span, uint4 (&now)[4], uint4 (&next)[4]) {
+        take(span, now, [&] {
+          // It comes before the conversion, or the compiler would begin that before the products.
+          give_back(span + 2, end);
+          convert(next);
+          if (span + 2 < end) load_scales(span + 2);
+          if (span + 2 < end) read(span + 2);
+        });
+      };
+      const auto begin_next = [&] {
+        if (!goes_on || rows.of_group == HalfKind::kNone) return;
+        begin(operands[0]);
+        begun = true;
+      };
+      constexpr u32 kLast = kPartSpans % 2 == 1 ? 1 : 2;
 #pragma unroll 1
-    for (u32 span = start; span + 1 < end; span += 2) {
-      take(span, operands[0], operands[1]);
-      take(span + 1, operands[1], operands[0]);
+      for (u32 span = start; span + kLast < end; span += 2) {
+        take_and_read(span, operands[0], operands[1]);
+        take_and_read(span + 1, operands[1], operands[0]);
+      }
+      if constexpr (kLast == 2) {
+        take(end - 2, operands[0], [&] {
+          give_back(end, end);
+          convert(operands[1]);
+          go_on();
+        });
+        take(end - 1, operands[1], begin_next);
+      } else {
+        take(end - 1, operands[0], go_on);
+        begin_next();
+      }
+      take_sums(sums);
+      if constexpr (kEightBits) scale_sums(sums, product, of_sums, place.token, place.stop, lane);
+      put_results(rings.results, results, lane, [&](u32 first, u32 slot) {
+        const u32 own = slot + warp * (kFragmentPlaces * kPlaceBytes);
+        if constexpr (kOut == Out::kValues) put_values(sums, first, own, lane);
+        else if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
+        else put_gated(sums, first, own, lane);
+      });
     }
-    if constexpr (kPartSpans % 2 == 1) take(end - 1, operands[0], operands[1]);
-    take_sums(sums);
-    if constexpr (kEightBits) scale_sums(sums, product, with, place.token, place.stop, lane);
-    // They come while results are put.
-    next = Rows(product, following, warp);
-    put_results(rings.results, results, lane, [&](u32 first, u32 slot) {
-      const u32 own = slot + warp * (kFragmentPlaces * kPlaceBytes);
-      if constexpr (kOut == Out::kValues) put_values(sums, first, own, lane);
-      else if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
-      else put_gated(sums, first, own, lane);
-    });
+    if (!goes_on) store_last_results(rings.results, product, place, filled, warp, lane);
   }
 }
 
