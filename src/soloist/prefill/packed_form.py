@@ -46,7 +46,7 @@ _MOST_WIDE_SLOTS = 2
 _MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
-# A slot of tokens has so many bytes of each, a span: a chunk of columns, or two in 8 bits.
+# Tokens are copied so many bytes at a time: a chunk of columns, or two in 8 bits.
 SPAN_BYTES = 2 * CHUNK_COLUMNS
 # Columns of a span in 8 bits, of which matrices multiplied in 8 bits have whole ones.
 EIGHT_BIT_COLUMNS = SPAN_BYTES
@@ -132,16 +132,23 @@ class Form:
         return (self.groups + 1) * _GROUP_WARPS * _LANES
 
     @property
+    def span_chunks(self) -> int:
+        """Of tokens in a slot. A few tokens' products are done before a group is ready for more."""
+        is_even = num_chunks(self.columns) // self.parts % 2 == 0
+        return 2 if self.eight_bits or (self.tokens <= _FEW_TOKENS and is_even) else 1
+
+    @property
     def token_slot_bytes(self) -> int:
         """A span of tokens."""
-        return self.tokens * SPAN_BYTES
+        boxes = 1 if self.eight_bits else self.span_chunks
+        return self.tokens * SPAN_BYTES * boxes
 
     @property
     def weight_chunks(self) -> int:
         """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
         step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
         count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
-        while count > 1 and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
+        while count > self.span_chunks and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
             count //= 2
         return count
 
@@ -167,7 +174,7 @@ class Form:
     @property
     def result_slot_bytes(self) -> int:
         """Results of some tokens of a tile."""
-        return self.fragments * (2 if self.out is Out.VALUES else 1) * self._place_bytes
+        return self.fragments * (1 if self.out is Out.WIDE else 2) * self._place_bytes
 
     @property
     def result_slots(self) -> int:
@@ -209,6 +216,7 @@ class Form:
             "kTokenSlots": self.token_slots,
             "kWeightSlots": self.weight_slots,
             "kWeightChunks": self.weight_chunks,
+            "kSpanChunks": self.span_chunks,
             "kWeightWarps": _WEIGHT_WARPS,
             "kResultSlots": self.result_slots,
             "kResultBytes": self.result_slot_bytes,
@@ -243,7 +251,7 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
     """How a matrix is multiplied by tiles of so many tokens."""
     return Form(
         matrix.format, dtype, matrix.steps, matrix.columns, matrix.pairs_steps, tokens, out,
-        token_slots=TOKEN_SLOTS[0 if tokens > _FEW_TOKENS else -1],
+        token_slots=TOKEN_SLOTS[0],
         ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
 

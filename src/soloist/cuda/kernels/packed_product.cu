@@ -4,7 +4,7 @@
 // each warp's 16 rows lie, and where their results go, is in a table (prefill/fragments.py). Activations come with the words of 32
 // columns transposed (`arranged_column` there). Weights that are no numbers of 16 bits become such in registers.
 //
-// Tokens of 128 bytes, a *span* of one chunk of 64 columns or of two in 8 bits, come to slots of a ring, and the weights of kWeightChunks chunks to slots of another. A warp issues
+// A *span* of tokens, of one chunk of 64 columns or of two, comes to a slot of a ring, and the weights of kWeightChunks chunks to slots of another. A warp issues
 // a bulk copy in some 60 cycles, lane by lane: so a copy brings several chunks, and kWeightWarps share the weights. kGroups groups of
 // four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
@@ -34,31 +34,31 @@
 #include "tile/silu.cuh"
 
 inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
-inline constexpr u32 kSpanValues = 64;  // of 16 bits, or pairs of 8
-inline constexpr u32 kSpanChunks = kEightBits ? 2 : 1, kSlotSpans = kWeightChunks / kSpanChunks;
-inline constexpr u32 kTokenBytes = kTokens * kSpanValues * 2;
+inline constexpr u32 kBoxValues = 64;  // of 16 bits, or pairs of 8
+inline constexpr u32 kBoxes = kEightBits ? 1 : kSpanChunks, kBoxBytes = kTokens * kBoxValues * 2, kTokenBytes = kBoxes * kBoxBytes;
+inline constexpr u32 kSlotSpans = kWeightChunks / kSpanChunks, kProducts = 4 * kBoxes;
 // Of a slot's chunks, the next but one follows in memory where steps are paired: a half's part of them is copied in two runs.
 inline constexpr u32 kRuns = kPairsSteps && kWeightChunks > 1 ? 2 : 1, kRunChunks = kWeightChunks / kRuns;
 inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
 inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
 inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
-inline constexpr bool kGated = kOut == Out::kGated || kOut == Out::kArranged;
 // A slot of results has kBatch tokens of a tile, of which kLeaving are there: places of kPlaceBytes, so that no bank has two of what lanes
-// store or read at once, kTokenPlaceBytes of a token. A place has 8 rows; as fp32 a fragment's 16; gated a fragment's 8 neurons.
+// store or read at once, kTokenPlaceBytes of a token. A place has 8 rows, or as fp32 a fragment's 16.
 inline constexpr u32 kBatch = 32, kLeaving = kTokens < kBatch ? kTokens : kBatch;
-inline constexpr u32 kFragmentPlaces = kOut == Out::kValues ? 2 : 1;
+inline constexpr u32 kFragmentPlaces = kOut == Out::kWide ? 1 : 2;
 inline constexpr u32 kResultRing = kResultSlots * kResultBytes;
 
 static_assert(kPackedShared == kTokenRing + kWeightRing + kResultRing, "slots");
 static_assert(kResultBytes == kFragments * kFragmentPlaces * kPlaceBytes, "a place for all that a slot has");
 static_assert(1 + kWeightWarps + 1 == 4, "tokens, weights and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
-static_assert(kTokenBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
+static_assert(kBoxBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
 static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
 static_assert(kWeightChunks % kSpanChunks == 0, "a span's weights come together");
+static_assert(!kEightBits || kSpanChunks == 2, "as many bytes as one chunk in 16 bits");
 static_assert(!kEightBits || (kCodes == Codes::kFp8 && kGroup == kStepColumns && !kGrouped), "a scale for each row, which all steps have");
 
 // Slots, and their barriers of 8 bytes each.
@@ -119,7 +119,9 @@ __device__ __forceinline__ void load_tokens(const Ring& ring, const TensorMap& x
       const u32 full = ring.full + to.slot * 8;
       wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
       mbarrier_expect(full, kTokenBytes);
-      load_box(ring.data + to.slot * kTokenBytes, x, span * kSpanValues, own.token, full);
+#pragma unroll
+      for (u32 i = 0; i < kBoxes; ++i)
+        load_box(ring.data + to.slot * kTokenBytes + i * kBoxBytes, x, (span * kBoxes + i) * kBoxValues, own.token, full);
     }
   }
 }
@@ -179,20 +181,6 @@ __device__ __forceinline__ void put_wide(const float (&sums)[kSums], u32 first, 
                     __float_as_uint(sums[(first + j) / 8 * 4 + i]));
 }
 
-// Rows g are gate's and rows g + 8 up's of the same 8 neurons; products are rounded to 16 bits before SwiGLU, as where a library
-// multiplies.
-__device__ __forceinline__ void put_gated(const float (&sums)[kSums], u32 first, u32 place, u32 lane) {
-  u32 words[4];  // 8 tokens each
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 at = (first / 8 + i) * 4;
-    words[i] = at < kSums ? gated_pair(pack_pair(sums[at % kSums], sums[(at + 1) % kSums]),
-                                       pack_pair(sums[(at + 2) % kSums], sums[(at + 3) % kSums]))
-                          : 0;
-  }
-  store_matrices_transposed(place + lane * 16, words);
-}
-
 // Of a tile's results the values that a lane stores, kOwnValues neighbours at a time: always of the same rows, and of every kLaneTokens-th
 // token. Lanes that are neighbours have a token's values side by side.
 inline constexpr u32 kResultBits = kOut == Out::kWide ? 32 : 16, kOwnValues = 128 / kResultBits;
@@ -211,19 +199,27 @@ struct Leaving {
     } else if constexpr (kOut == Out::kWide) {
       half = own / 2, beside = own % 2 * 4, from = own / 4 * kPlaceBytes + own % 4 * 16 + token * kTokenPlaceBytes;
     } else if constexpr (kOut == Out::kGated) {
-      half = own * 2, from = own * kPlaceBytes + token * 16;
+      half = own * 2, from = half * kPlaceBytes + token * 16;
     } else {
       // A group's four warps have 32 neurons in order: as the next product reads them, 16 bytes of a token are a word of each.
-      half = own / 4 * 8, beside = own % 4 * 8, from = own / 4 * 4 * kPlaceBytes + own % 4 * 4 + token * 16;
+      half = own / 4 * 8, beside = own % 4 * 8, from = half * kPlaceBytes + own % 4 * 4 + token * 16;
     }
     exists = half < 2 * kFragments && halves[half].kind != HalfKind::kNone;
     if (!exists) from = 0;
     out = halves[half].out + beside;
   }
+  // Gated: a fragment's first place has gate's rows, the other one up's of the same 8 neurons. Products are rounded to 16 bits before
+  // SwiGLU, as where a library multiplies.
   __device__ __forceinline__ uint4 read(u32 at) const {
-    if constexpr (kOut == Out::kArranged)
-      return make_uint4(load_shared1(at), load_shared1(at + kPlaceBytes), load_shared1(at + 2 * kPlaceBytes), load_shared1(at + 3 * kPlaceBytes));
-    return load_shared(at);
+    const auto gated = [&](u32 fragment) {
+      const u32 gate = at + fragment * (2 * kPlaceBytes);
+      return gated_pair(load_shared1(gate), load_shared1(gate + kPlaceBytes));
+    };
+    if constexpr (kOut == Out::kArranged) return make_uint4(gated(0), gated(1), gated(2), gated(3));
+    const uint4 v = load_shared(at);
+    if constexpr (kOut != Out::kGated) return v;
+    const uint4 up = load_shared(at + kPlaceBytes);
+    return make_uint4(gated_pair(v.x, up.x), gated_pair(v.y, up.y), gated_pair(v.z, up.z), gated_pair(v.w, up.w));
   }
 };
 
@@ -370,10 +366,9 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   TokenSlot tokens;
   WeightSlot weights;
   ResultSlot results;
-  float sums[kSums];
-  uint4 operands[2][4];
+  uint4 operands[2][kProducts];
   Stored stored[kSpanChunks];
-  Shared with;  // of the weights that become operands next; in 8 bits a tile has the same ones throughout
+  Shared with[kBoxes];  // of the weights that become operands next; in 8 bits a tile has the same ones throughout
   const u32 tiles = num_tiles(product);
   if (blockIdx.x >= tiles) return;
   Rows rows(product, blockIdx.x, warp);  // of the tile whose weights are read
@@ -392,7 +387,8 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     for (u32 i = 0; i < kSpanChunks; ++i) read_chunk(span * kSpanChunks + i, stored[i]);
   };
   const auto load_scales = [&](u32 span) {
-    if constexpr (!kEightBits) with.load(rows.image, rows.halves, span, lane);
+#pragma unroll
+    for (u32 i = 0; i < kBoxes; ++i) with[i].load(rows.image, rows.halves, span * kSpanChunks + i, lane);
   };
   // Once what was read is in registers: before a span that begins a slot. `end`: the tile's.
   const auto give_back = [&](u32 span, u32 end) {
@@ -401,24 +397,24 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     weights.next();
     if (span < end) await_weights();
   };
-  const auto convert = [&](uint4 (&a)[4]) {
+  const auto convert = [&](uint4 (&a)[kProducts]) {
 #pragma unroll
-    for (u32 k = 0; k < 4; ++k) {
+    for (u32 k = 0; k < kProducts; ++k) {
       if constexpr (kEightBits) a[k] = codes_operand(stored[k / 2], rows.is_tile(), k % 2);
-      else a[k] = operand_of(stored[0], with, rows.is_tile(), k / 2, k % 2);
+      else a[k] = operand_of(stored[k / 4], with[k / 4], rows.is_tile(), k / 2 % 2, k % 2);
     }
 #pragma unroll
-    for (u32 k = 0; k < 4; ++k) finish_operand(a[k]);
+    for (u32 k = 0; k < kProducts; ++k) finish_operand(a[k]);
   };
   // The first span's operands, and the next one's weights.
-  const auto begin = [&](uint4 (&a)[4]) {
+  const auto begin = [&](uint4 (&a)[kProducts]) {
     const u32 start = rows.start;
-    with.load(rows.image, rows.halves, start * kSpanChunks, lane);
+    load_scales(start);
     await_weights();
     read(start);
     give_back(start + 1, start + kPartSpans);
     convert(a);
-    if (kPartSpans > 1) load_scales(start + 1);
+    if (kPartSpans > 1 && !kEightBits) load_scales(start + 1);
     if (kPartSpans > 1) read(start + 1);
   };
   bool begun = false;
@@ -438,26 +434,28 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
       if (!begun) begin(operands[0]);
       begun = false;
       const u32 start = rows.start, end = start + kPartSpans;
-      const Shared of_sums = with;
+      const Shared of_sums = with[0];
+      float sums[kSums];
       // `ahead`: what is done while products are made.
-      const auto take = [&](u32 span, uint4 (&now)[4], const auto& ahead) {
+      const auto take = [&](u32 span, uint4 (&now)[kProducts], const auto& ahead) {
         wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
-        const u64 b = wgmma_operand(rings.tokens.data + tokens.slot * kTokenBytes);
+        const u32 own = rings.tokens.data + tokens.slot * kTokenBytes;
         begin_products();
 #pragma unroll
-        for (u32 k = 0; k < 4; ++k) multiply_rows(sums, now[k], along(b, k * kWgmmaDepth), (span - start) | k);
+        for (u32 k = 0; k < kProducts; ++k)
+          multiply_rows(sums, now[k], along(wgmma_operand(own + k / 4 * kBoxBytes), k % 4 * kWgmmaDepth), (span - start) | k);
         commit_products();
         ahead();
         wait_for_products<0>();
         if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
         tokens.next();
       };
-      const auto take_and_read = [&](u32 span, uint4 (&now)[4], uint4 (&next)[4]) {
+      const auto take_and_read = [&](u32 span, uint4 (&now)[kProducts], uint4 (&next)[kProducts]) {
         take(span, now, [&] {
           // It comes before the conversion, or the compiler would begin that before the products.
           give_back(span + 2, end);
           convert(next);
-          if (span + 2 < end) load_scales(span + 2);
+          if (span + 2 < end && !kEightBits) load_scales(span + 2);
           if (span + 2 < end) read(span + 2);
         });
       };
@@ -487,16 +485,15 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
       if constexpr (kEightBits) scale_sums(sums, product, of_sums, place.token, place.stop, lane);
       put_results(rings.results, results, lane, [&](u32 first, u32 slot) {
         const u32 own = slot + warp * (kFragmentPlaces * kPlaceBytes);
-        if constexpr (kOut == Out::kValues) put_values(sums, first, own, lane);
-        else if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
-        else put_gated(sums, first, own, lane);
+        if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
+        else put_values(sums, first, own, lane);
       });
     }
     if (!goes_on) store_last_results(rings.results, product, place, filled, warp, lane);
   }
 }
 
-// One block an SM at most. The box of x's map: kTokens × kSpanValues, of 16 bits.
+// One block an SM at most. The box of x's map: kTokens × kBoxValues, of 16 bits.
 extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];
