@@ -52,8 +52,9 @@ SPAN_BYTES = 2 * CHUNK_COLUMNS
 EIGHT_BIT_COLUMNS = SPAN_BYTES
 # Of the warps that do not multiply, those that have weights copied; one does tokens, one results.
 _WEIGHT_WARPS = _GROUP_WARPS - 2
-# Of threads, once groups of warps have traded those that the launch gives all of them.
-_LOAD_REGISTERS, _MULTIPLY_REGISTERS = 40, 232
+# Of threads that do not multiply and of others, once groups of warps have traded those that the
+# launch gives all of them: of tiles of a few tokens, whose sums are few, and of wider ones.
+_FEW_REGISTERS, _REGISTERS = (56, 224), (40, 232)
 _CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
 _SCALES = {Dtype.BF16: "kBf16", Dtype.FP16: "kFp16", Dtype.FP32: "kFp32"}
 
@@ -207,6 +208,7 @@ class Form:
 
     @property
     def _header(self) -> str:
+        own = _FEW_REGISTERS if self.tokens <= _FEW_TOKENS else _REGISTERS
         numbers = {
             "kTokens": self.tokens,
             "kGroups": self.groups,
@@ -223,8 +225,8 @@ class Form:
             "kPlaceBytes": self._place_bytes,
             "kTokenPlaceBytes": self._token_place_bytes,
             "kPackedShared": self.shared_bytes,
-            "kLoadRegisters": _LOAD_REGISTERS,
-            "kMultiplyRegisters": _MULTIPLY_REGISTERS,
+            "kLoadRegisters": own[0],
+            "kMultiplyRegisters": own[1],
         }
         lines = [
             weights_header(

@@ -268,7 +268,9 @@ struct Way {
         if (left > 0 && own + k * kLaneTokens < stop) store_result(at + k * kLaneTokens * pitch, values[k], product.pitch, left);
     }
   }
-  static constexpr u32 kAtOnce = kLeaving / kLaneTokens < 4 ? kLeaving / kLaneTokens : 4;
+  // As many as a warp that does not multiply has registers for.
+  static constexpr u32 kMost = kOut == Out::kGated || kOut == Out::kArranged ? 2 : 4;
+  static constexpr u32 kAtOnce = kLeaving / kLaneTokens < kMost ? kLeaving / kLaneTokens : kMost;
 };
 
 // The results' warp: all but what is in the ring at the end.
@@ -433,7 +435,8 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     } else {
       if (!begun) begin(operands[0]);
       begun = false;
-      const u32 start = rows.start, end = start + kPartSpans;
+      // The loop stays one that is entered: else the compiler has products wait for each other.
+      const u32 start = place.part * kPartSpans, end = kept(start + kPartSpans);
       const Shared of_sums = with[0];
       float sums[kSums];
       // `ahead`: what is done while products are made.
@@ -465,10 +468,14 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
         begun = true;
       };
       constexpr u32 kLast = kPartSpans % 2 == 1 ? 1 : 2;
+      if constexpr (kPartSpans > kLast) {
+        u32 span = start;
 #pragma unroll 1
-      for (u32 span = start; span + kLast < end; span += 2) {
-        take_and_read(span, operands[0], operands[1]);
-        take_and_read(span + 1, operands[1], operands[0]);
+        do {
+          take_and_read(span, operands[0], operands[1]);
+          take_and_read(span + 1, operands[1], operands[0]);
+          span += 2;
+        } while (span + kLast < end);
       }
       if constexpr (kLast == 2) {
         take(end - 2, operands[0], [&] {
