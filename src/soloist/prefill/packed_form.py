@@ -35,7 +35,7 @@ WIDTHS = (8, 64, 128, 192, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
 PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
 # Slots of tokens that a block may have, where it has as many as that.
-TOKEN_SLOTS = (3, 4, 5)
+TOKEN_SLOTS = (3, 4)
 # Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
 _FEW_TOKENS = 128
 # A slot of results has so many tokens: places of 8 rows of 16 bits, or as fp32 of 16 rows, which are

@@ -408,7 +408,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
 #pragma unroll
     for (u32 k = 0; k < kProducts; ++k) finish_operand(a[k]);
   };
-  // The first span's operands, and the next one's weights.
+  // The first span's operands.
   const auto begin = [&](uint4 (&a)[kProducts]) {
     const u32 start = rows.start;
     load_scales(start);
@@ -416,8 +416,6 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     read(start);
     give_back(start + 1, start + kPartSpans);
     convert(a);
-    if (kPartSpans > 1 && !kEightBits) load_scales(start + 1);
-    if (kPartSpans > 1) read(start + 1);
   };
   bool begun = false;
 #pragma unroll 1
@@ -435,6 +433,8 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     } else {
       if (!begun) begin(operands[0]);
       begun = false;
+      if (kPartSpans > 1 && !kEightBits) load_scales(rows.start + 1);
+      if (kPartSpans > 1) read(rows.start + 1);
       // The loop stays one that is entered: else the compiler has products wait for each other.
       const u32 start = place.part * kPartSpans, end = kept(start + kPartSpans);
       const Shared of_sums = with[0];
