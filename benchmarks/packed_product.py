@@ -239,7 +239,7 @@ def _packed(
         parts = torch.empty(shape, dtype=torch.float32, device=_DEVICE) if form.parts > 1 else None
         kernel = PackedProduct(form, cache)
         bits, token_tiles = operation.matrix.format.value_bits, -(-tokens // form.tokens)
-        even, _ = best_shares(
+        even, _, _ = best_shares(
             Load(len(pieces), form.columns, bits, form.tokens, token_tiles, form.eight_bits),
             plan.gpu.num_sms, parts=(form.parts,),
             multiple=GROUP_FRAGMENTS if form.out is Out.ARRANGED else 1,

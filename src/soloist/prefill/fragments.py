@@ -202,10 +202,13 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 
 
 # Of an SM in a cycle: bytes of weights from memory, bytes of activations from the L2 (a guess), and
-# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, and
-# that writing and adding parts takes.
-_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING = 20, 40, 2, 7000, 9000
+# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, that
+# adding parts takes, and more for each of them.
+_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 40, 2, 2000, 7000, 1000
 _STEP = 16  # columns of a product
+# Cycles that a warp takes for a step beside its products, and more for each token of a tile; and how
+# many times as many where there are two groups.
+_WARP, _WARP_TOKEN, _WARP_BESIDE = 45, 0.4, 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +234,17 @@ class Load:
 
 def best_shares(
     load: Load, num_sms: int, *, parts: Sequence[int] = (1,), multiple: int = 1
-) -> tuple[int, int]:
-    """Fragments of a tile of rows, and parts of the columns, with which SMs are done first.
+) -> tuple[int, int, float]:
+    """Fragments of a tile of rows, and parts of the columns, with which SMs are done first; when.
 
     Args:
         load: what is to be done.
         num_sms: of the GPU.
         parts: that are possible.
         multiple: what fragments of a tile are a multiple of.
+
+    Returns:
+        fragments, parts, and cycles of the busiest SM.
     """
     halves = 2 if load.eight_bits else 1
 
@@ -251,11 +257,14 @@ def best_shares(
         weights = each * fragment_bytes / _MEMORY_BYTES / load.token_tiles
         tokens = load.width * _STEP * 2 / halves / _L2_BYTES
         steps = load.columns / _STEP / parts
-        taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens) + _TILE)
-        return taken + (_ADDING if parts > 1 else 0)
+        beside = _WARP_BESIDE if each > GROUP_FRAGMENTS else 1
+        warp = (_WARP + _WARP_TOKEN * load.width) * beside / halves
+        taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens, warp) + _TILE)
+        return taken + (_ADDING + parts * _PART if parts > 1 else 0)
 
     numbers = [each for each in range(BLOCK_FRAGMENTS, 0, -1) if each % multiple == 0]
-    return min(((each, n) for n in parts for each in numbers), key=cycles)
+    best = min(((each, n) for n in parts for each in numbers), key=cycles)
+    return *best, cycles(best)
 
 
 def half_tiles_of_rows(shape: ModelShape, operation: Operation, block_bytes: int) -> list[Half]:

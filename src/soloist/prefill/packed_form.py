@@ -32,8 +32,9 @@ QUANTIZE_KERNEL, QUANTIZE_ENTRY = "kernels/quantize_rows.cu", "quantize_rows"
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
 WIDTHS = (8, 64, 128, 192, 256)
-# Into how many parts the columns of a matrix may be cut for few tokens, and how many these are.
-PARTS, MOST_PARTED_TOKENS = (1, 2, 4, 8), 128
+# Into how many parts the columns of a matrix may be cut for few tokens, how many these are, and of a
+# tile, whose results are fp32 and leave little room for weights.
+PARTS, MOST_PARTED_TOKENS, MOST_PARTED_WIDTH = (1, 2, 4, 8), 128, 64
 # Slots of tokens that a block may have, where it has as many as that.
 TOKEN_SLOTS = (3, 4)
 # Tiles of so many wait for weights, and have room for more slots; wider ones for their products.

@@ -1,6 +1,6 @@
 """Products with a model's packed matrices: prompts read what decoding reads, on one Hopper GPU."""
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from soloist.prefill.packed_form import (
     ARCH,
     EIGHT_BIT_COLUMNS,
     MOST_PARTED_TOKENS,
+    MOST_PARTED_WIDTH,
     PARTS,
     WIDTHS,
     Form,
@@ -57,7 +58,7 @@ from soloist.prefill.products import Arranged, Factor, Products
 
 _HEAD = "head"
 # What a tile takes beside its products, in tokens by which it is multiplied.
-_TILE_TOKENS = 32
+_TILE_TOKENS = 16
 # Wider tiles of quantised matrices leave no registers for results of this kind.
 _MOST_GATED_TOKENS = 128
 
@@ -289,18 +290,22 @@ class PackedMatrices(Products):
         matrix, num_sms = operation.matrix, self._plan.gpu.num_sms
         eight_bits = self._in_eight_bits(operation)
         found = self._fragments(operation, first, gated=is_gated(kind))
-        width = width_for(tokens, kind, -(-len(found) // BLOCK_FRAGMENTS), num_sms)
         may_part = tokens <= MOST_PARTED_TOKENS and not is_gated(kind) and first == 0
         fits = may_part and PARTS[-1] * out.numel() <= self._parts.numel() and out.numel() % 4 == 0
-        load = Load(
-            len(found), matrix.columns, matrix.format.value_bits, width, -(-tokens // width),
-            eight_bits,
-        )  # fmt: skip
-        each, parts = best_shares(
-            load, num_sms,
-            parts=parts_of(matrix.columns) if fits else (1,),
-            multiple=GROUP_FRAGMENTS if kind is Out.ARRANGED else 1,
-        )  # fmt: skip
+        columns, value_bits = matrix.columns, matrix.format.value_bits
+
+        def shares(width: int) -> tuple[int, int, float]:
+            tiles = -(-tokens // width)
+            return best_shares(
+                Load(len(found), columns, value_bits, width, tiles, eight_bits), num_sms,
+                parts=parts_of(columns) if fits and width <= MOST_PARTED_WIDTH else (1,),
+                multiple=GROUP_FRAGMENTS if kind is Out.ARRANGED else 1,
+            )  # fmt: skip
+
+        row_tiles = -(-len(found) // BLOCK_FRAGMENTS)
+        widths = widths_for(tokens, kind, row_tiles, num_sms)
+        width = min(widths, key=lambda width: shares(width)[2])
+        each, parts, _ = shares(width)
         form = form_of(matrix, self._plan.dtype, width, kind if parts == 1 else Out.WIDE)
         return replace(form, parts=parts, eight_bits=eight_bits), each
 
@@ -324,8 +329,11 @@ class PackedMatrices(Products):
         return self._tables[which]
 
 
-def width_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> int:
-    """Of tiles, for so many tokens: the narrowest that holds them, else the quickest.
+def widths_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> Sequence[int]:
+    """Of tiles that may be quickest for so many tokens.
+
+    Of few tokens the narrowest that holds them, and what holds half of them: a warp is done with
+    fewer tokens sooner, and more SMs have some.
 
     Args:
         tokens: of the pass.
@@ -337,14 +345,16 @@ def width_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> int:
     most = _MOST_GATED_TOKENS if out is Out.GATED else WIDTHS[-1]
     fit = [width for width in WIDTHS if least <= width <= most]
     if tokens <= fit[-1]:
-        return next(width for width in fit if width >= tokens)
+        holds = next(width for width in fit if width >= tokens)
+        halves = holds <= MOST_PARTED_TOKENS and holds // 2 in fit
+        return (holds, holds // 2) if halves else (holds,)
 
     def taken(width: int) -> int:
         tiles = row_tiles * -(-tokens // width)
         return -(-tiles // num_sms) * (width + _TILE_TOKENS)
 
     wide = [width for width in fit if 2 * width >= fit[-1]]
-    return min(reversed(wide), key=taken)
+    return (min(reversed(wide), key=taken),)
 
 
 def _place(name: str) -> tuple[int, str]:

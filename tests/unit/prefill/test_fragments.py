@@ -186,15 +186,15 @@ def test_tiles_are_even() -> None:
         count: int, columns: int, tokens: int, width: int, parts: tuple[int, ...] = (1,)
     ) -> tuple[int, int]:
         load = Load(count, columns, 16, width, -(-tokens // width))
-        return best_shares(load, 132, parts=parts)
+        return best_shares(load, 132, parts=parts)[:2]
 
     # qkv of llama-3.1-8b after few tokens: on most SMs at once; after many: as much as fits.
-    assert 96 <= -(-384 // shares(384, 4096, 128, 128)[0]) <= 132
+    assert 96 <= 2 * -(-384 // shares(384, 4096, 128, 64)[0]) <= 132
     assert shares(384, 4096, 2048, 256) == (8, 1)
     # down of llama-3.2-1b, whose rows alone are too few for all SMs.
-    each, parts = shares(128, 8192, 128, 128, (1, 2, 4, 8))
+    each, parts = shares(128, 8192, 128, 64, (1, 2, 4, 8))
     assert parts > 1
-    assert 96 <= -(-128 // each) * parts <= 132
+    assert 96 <= 2 * -(-128 // each) * parts <= 132
     pair = (Half(HalfKind.TILE), Half(HalfKind.TILE))
     tiling, table = tiled([pair] * 11, 4, 176)
     assert tiling == Tiling(each=4, count=3, results=176)

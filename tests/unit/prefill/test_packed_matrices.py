@@ -30,7 +30,7 @@ from soloist.prefill.packed_matrices import (
     PackedMatrices,
     require_eight_bit_prompts,
     require_packed_prompts,
-    width_for,
+    widths_for,
 )
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
@@ -215,7 +215,7 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
     weights = {n: x.to(torch.bfloat16) for n, x in random_weights(config).items()}
     plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024))
     packed = pack_weights(plan, shard_all(Share(config, 1, 0), dict(weights)), CPU)
-    monkeypatch.setattr(packed_matrices, "best_shares", lambda *_, parts, **__: (8, parts[-1]))
+    monkeypatch.setattr(packed_matrices, "best_shares", lambda *_, parts, **__: (8, parts[-1], 1.0))
     products = PackedMatrices(plan, packed, {}, TOKENS, None)
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
@@ -290,14 +290,14 @@ def test_what_it_does_not_do_is_refused() -> None:
 
 
 def test_tiles_are_as_wide_as_tokens_are_many() -> None:
-    def found(tokens: int, out: Out = Out.VALUES, row_tiles: int = 32) -> int:
-        return width_for(tokens, out, row_tiles, 132)
+    def found(tokens: int, out: Out = Out.VALUES, row_tiles: int = 32) -> tuple[int, ...]:
+        return tuple(widths_for(tokens, out, row_tiles, 132))
 
     assert [found(n) for n in (1, 8, 9, 65, 128, 129, 192, 193, 256)] == [
-        8, 8, 64, 128, 128, 192, 192, 256, 256,
+        (8,), (8,), (64,), (128, 64), (128, 64), (192,), (192,), (256,), (256,),
     ]  # fmt: skip
-    assert found(1, Out.ARRANGED) == 64
-    assert found(2048, Out.GATED) == 128
+    assert found(1, Out.ARRANGED) == (64,)
+    assert found(2048, Out.GATED) == (128,)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_tiles_are_as_wide_as_tokens_are_many() -> None:
     [(24, 192), (32, 256), (16, 256), (128, 256), (48, 256)],
 )
 def test_tiles_are_so_wide_that_sms_are_done_together(row_tiles: int, width: int) -> None:
-    assert width_for(2048, Out.VALUES, row_tiles, 132) == width
+    assert widths_for(2048, Out.VALUES, row_tiles, 132) == (width,)
 
 
 def test_one_copy_takes_no_room_to_unpack_while_it_runs() -> None:

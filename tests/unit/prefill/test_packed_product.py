@@ -90,8 +90,8 @@ def some(names: Sequence[str], quick: Sequence[str]) -> list[Any]:
 def test_every_format_compiles_without_spills(kind: str) -> None:
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
     for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
-        # Two chunks of four products.
-        assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 8
+        # Two chunks of four products in the loop, and the last two.
+        assert kinds(compiled(form_of(matrix, Dtype.BF16, 256, out))).count(HGMMA) == 16
     compiled(form_of(matrix, Dtype.FP16, 8, Out.WIDE))
     compiled(form_of(matrix, Dtype.BF16, 128, Out.GATED))
 
@@ -117,8 +117,8 @@ def test_products_in_eight_bits_compile_without_spills(tokens: int, tmp_path: Pa
     for out in (Out.VALUES, Out.WIDE, *([Out.ARRANGED] if tokens > WIDTHS[0] else [])):
         form = replace(form_of(matrix, Dtype.BF16, tokens, out), eight_bits=True)
         cubin = compiled(form)
-        # Four products a span, two spans.
-        assert kinds(cubin).count(QGMMA) == 8
+        # Four products a span, two spans in the loop, and the last two.
+        assert kinds(cubin).count(QGMMA) == 16
         assert kinds(cubin).count(HGMMA) == 0
         if (nvdisasm := disassembler()) is not None:
             file = tmp_path / "product.cubin"
@@ -153,8 +153,11 @@ def test_no_operand_changes_under_a_product(kind: str, tmp_path: Path) -> None:
     if (nvdisasm := disassembler()) is None:
         pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
     matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
-    for tokens, groups in ((256, 2), (256, 1), (64, 2)):
-        form = form_of(matrix, Dtype.BF16, tokens, Out.VALUES)
+    for tokens, groups, out in (
+        (256, 2, Out.VALUES), (256, 1, Out.VALUES), (64, 2, Out.VALUES), (128, 2, Out.ARRANGED),
+        (256, 2, Out.ARRANGED), (192, 2, Out.VALUES), (64, 2, Out.WIDE),
+    ):  # fmt: skip
+        form = form_of(matrix, Dtype.BF16, tokens, out)
         file = tmp_path / "product.cubin"
         file.write_bytes(compiled(replace(form, groups=groups)).data)
         assert overwritten(file, nvdisasm) == []
@@ -170,10 +173,12 @@ def test_kernels_beside_them_compile() -> None:
 def test_slots_fill_shared_memory() -> None:
     matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
     form = form_of(matrix, Dtype.BF16, 256, Out.VALUES)
-    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows; three slots at least.
+    # 32 KB of 64 columns of 256 tokens, 16 KB of as many of 128 rows; of results 66 KB, or half.
     by_slots = [replace(form, token_slots=n) for n in TOKEN_SLOTS]
-    assert [one.weight_chunks for one in by_slots] == [2, 1, 1]
-    assert [one.weight_slots for one in by_slots] == [3, 5, 3]
+    assert [one.weight_chunks for one in by_slots] == [1, 1]
+    assert [one.weight_slots for one in by_slots] == [4, 2]
+    fewer = replace(form, most_result_slots=4)
+    assert (fewer.weight_chunks, fewer.weight_slots) == (2, 3)
     assert replace(form, most_weight_slots=3).weight_slots == 3
     left = TYPICAL[ARCH].shared_bytes - form.shared_bytes
     assert 0 <= left < form.weight_slot_bytes + 1024

@@ -290,18 +290,22 @@ __device__ __forceinline__ void store_results(const Ring& ring, const Product& p
   }
 }
 
-// Those, by the warps that multiply, which have nothing else to do: kSharing of them have a slot. `at`: the first slot of the block's last tile.
-__device__ __forceinline__ void store_last_results(const Ring& ring, const Product& product, const Tile& tile, ResultSlot at, u32 warp, u32 lane) {
+// Those, by the warps that multiply, which have nothing else to do: kShares of a slot. `from`: the first slot of the block's last tile.
+__device__ __forceinline__ void store_last_results(const Ring& ring, const Product& product, const Tile& tile, const ResultSlot& from, u32 warp,
+                                                   u32 lane) {
   constexpr u32 kMost = kMultiplyingWarps / kKept, kTurns = kLeaving / (Way::kAtOnce * kLaneTokens);
-  constexpr u32 kSharing = kMost < kTurns ? kMost : kTurns, kShare = kLeaving / kSharing;
-  static_assert(kTurns % kSharing == 0, "equal shares");
-  const u32 number = kFilled - kKept + warp % kKept, share = warp / kKept;
-  if (share >= kSharing) return;
-#pragma unroll 1
-  for (u32 i = 0; i < number; ++i) at.next();
+  constexpr u32 kShares = kMost <= 1 ? 1 : kMost < kTurns ? kMost : kTurns, kShare = kLeaving / kShares;
+  static_assert(kTurns % kShares == 0, "equal shares");
   const Way way(product, tile, lane);
-  wait_or_trap(ring.full + at.slot * 8, at.round);
-  way.store(ring.data + at.slot * kResultBytes, product, number * kLeaving, share * kShare, (share + 1) * kShare);
+#pragma unroll 1
+  for (u32 i = warp; i < kKept * kShares; i += kMultiplyingWarps) {
+    const u32 number = kFilled - kKept + i % kKept, begin = i / kKept * kShare;
+    ResultSlot at = from;
+#pragma unroll 1
+    for (u32 n = 0; n < number; ++n) at.next();
+    wait_or_trap(ring.full + at.slot * 8, at.round);
+    way.store(ring.data + at.slot * kResultBytes, product, number * kLeaving, begin, begin + kShare);
+  }
 }
 
 // All slots of a tile's results, by a warp that multiplies: `put` what it has of kLeaving tokens from one on.
