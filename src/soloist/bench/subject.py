@@ -32,6 +32,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
+from soloist.prefill.packed_prompts import can_pack_prompts, packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
@@ -56,7 +57,7 @@ class Reading(NamedTuple):
         eight_bit_prompts: as of `EngineConfig`.
     """
 
-    packed_prompts: bool = False
+    packed_prompts: bool | None = None
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
     host_bytes: int = 0
@@ -266,10 +267,12 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     pages = page_form(support.plan, asked=reading.page_attention, shares_gpu=placed.sharing > 1)
+    may_pack = reading.packed_prompts
+    if may_pack is None:
+        may_pack = can_pack_prompts(support.plan)
     footprint = Footprint(
-        held, tensors(held), dtype, support.plan, reading.packed_prompts, pages is not None,
-        shape.kv,
-    )  # fmt: skip
+        held, tensors(held), dtype, support.plan, may_pack, pages is not None, shape.kv
+    )
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU tensors are drawn before they are cut: as much room as all take is more than
     # that. Experts are drawn while they are packed.
@@ -277,6 +280,7 @@ def shape_on_gpu(
     in_parts = parts_bytes(rest, dtype, formats)
     is_staged = needed_bytes + in_parts > free_bytes
     has_room = needed_bytes + max(in_parts, row_bytes(rest, dtype)) <= free_bytes
+    packs = packs_prompts(support.plan, asked=reading.packed_prompts, keeps_rows=has_room)
     home = torch.device("cpu") if is_staged else placed.devices[0]
     kept = {name: shape.stored[name] for name in formats}
     # Drawn on the GPU in any case: the numbers are not to depend on the room.
@@ -292,7 +296,7 @@ def shape_on_gpu(
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,
-        keep_rows=has_room and not reading.packed_prompts, packed_prompts=reading.packed_prompts,
+        keep_rows=has_room and not packs, packed_prompts=packs,
     )  # fmt: skip
     model.prepare()
     return model

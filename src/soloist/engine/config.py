@@ -17,6 +17,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
+from soloist.prefill.packed_prompts import can_pack_prompts
 from soloist.prefill.page_form import page_form
 from soloist.weights.choice import Rounding
 
@@ -68,8 +69,9 @@ class EngineConfig:
         speculates: check several drafted tokens in a step, where that pays (docs/speculation.md).
         adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
             it is loaded, before anything is rounded.
-        packed_prompts: prompts are read from the packed weights, and rows are never kept, which
-            took 16 to 26 % longer for 2,048 tokens in bf16 on an H100.
+        packed_prompts: prompts are read from the packed weights, and rows are never kept. None does
+            so on one Hopper GPU for quantised weights, and for others where rows do not fit
+            (docs/prompts.md).
         eight_bit_prompts: with `packed_prompts`, activations of prompts are rounded to FP8, a scale
             for each token, where they meet matrices in FP8 with one scale per row: for models that
             were made for it. Others lose accuracy. Generated tokens have 16 bits in any case.
@@ -101,7 +103,7 @@ class EngineConfig:
     weights: Codes | None = None
     head_weights: Codes | None = None
     kv: KvName | None = None
-    packed_prompts: bool = False
+    packed_prompts: bool | None = None
     eight_bit_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
@@ -215,8 +217,9 @@ def resolve(
 
     def footprint(dtype: Dtype) -> Footprint:
         specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
-        ways = asked.packed_prompts, attends_pages(plan)
-        return Footprint(model, specs, dtype, plan, *ways, kv)
+        # Where rows do not fit, packed weights are read if they can be.
+        packed = can_pack_prompts(plan) if asked.packed_prompts is None else asked.packed_prompts
+        return Footprint(model, specs, dtype, plan, packed, attends_pages(plan), kv)
 
     if asked.precision != "auto":
         dtype = Dtype(asked.precision)

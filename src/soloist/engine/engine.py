@@ -46,6 +46,7 @@ from soloist.model.quantized import label as label_of
 from soloist.model.quantized import words as words_of
 from soloist.model.tensors import parameters
 from soloist.model.torch_types import Weights
+from soloist.prefill.packed_prompts import packs_prompts
 from soloist.sampling import Sampler, SamplingParams
 from soloist.settings import read_settings
 from soloist.text import Message, TextStream, Tokenizer
@@ -246,9 +247,11 @@ class Engine:
         else:
             model = _kernel(
                 asked, plan, weights, resolved, placed.devices, host_bytes,
-                keep_rows=staging.keeps_rows and not asked.packed_prompts,
+                keeps_rows=staging.keeps_rows,
             )  # fmt: skip
-        _save_prompts(asked, model, checkpoint, config, resolved, keeps_rows=staging.keeps_rows)
+        _save_prompts(
+            asked, model, checkpoint, config, resolved, plan, keeps_rows=staging.keeps_rows
+        )
         label, words = _weights_names(chosen, plan, resolved.dtype)
         report = LoadReport(
             folder=folder,
@@ -415,7 +418,7 @@ def _kernel(
     devices: Sequence[torch.device],
     host_bytes: int,
     *,
-    keep_rows: bool,
+    keeps_rows: bool,
 ) -> Executor:
     from soloist.engine.drafting import drafting_of
     from soloist.engine.kernel import SHARED_CHUNK_TOKENS, Capacity, load_kernel
@@ -433,9 +436,10 @@ def _kernel(
         eight_bit_prompts=asked.eight_bit_prompts,
     )
     cache = read_settings().cache
+    packs = packs_prompts(plan, asked=asked.packed_prompts, keeps_rows=keeps_rows)
     model = load_kernel(
         plan, weights, devices, capacity, cache,
-        keep_rows=keep_rows, packed_prompts=asked.packed_prompts,
+        keep_rows=keeps_rows and not packs, packed_prompts=packs,
     )  # fmt: skip
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:
@@ -449,6 +453,7 @@ def _save_prompts(
     checkpoint: Checkpoint,
     config: ModelConfig,
     resolved: Resolved,
+    plan: Plan | None,
     *,
     keeps_rows: bool,
 ) -> None:
@@ -456,9 +461,12 @@ def _save_prompts(
     if asked.cache_dir is None:
         return
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
+    is_packed = plan is not None and packs_prompts(
+        plan, asked=asked.packed_prompts, keeps_rows=keeps_rows
+    )
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
-        asked.rounding, asked.packed_prompts, asked.eight_bit_prompts, keeps_rows,
+        asked.rounding, is_packed, asked.eight_bit_prompts, keeps_rows,
         resolved.page_attention,
     )  # fmt: skip
     model.save_to(asked.cache_dir, cache_dir_bytes(asked), facts)

@@ -41,11 +41,8 @@ from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
 from soloist.prefill.packed_experts import PackedExperts
-from soloist.prefill.packed_matrices import (
-    PackedMatrices,
-    require_eight_bit_prompts,
-    require_packed_prompts,
-)
+from soloist.prefill.packed_matrices import PackedMatrices
+from soloist.prefill.packed_prompts import require_eight_bit_prompts, require_packed_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products

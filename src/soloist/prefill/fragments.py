@@ -206,8 +206,8 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 # adding parts takes, and more for each of them.
 _MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 40, 2, 2000, 7000, 1000
 _STEP = 16  # columns of a product
-# Cycles that a warp takes for a step beside its products, and more for each token of a tile; and how
-# many times as many where there are two groups.
+# Cycles that a warp takes for a step beside its products, and more for each token of a tile; and
+# how many times as many where there are two groups.
 _WARP, _WARP_TOKEN, _WARP_BESIDE = 45, 0.4, 1.3
 
 

@@ -32,15 +32,15 @@ QUANTIZE_KERNEL, QUANTIZE_ENTRY = "kernels/quantize_rows.cu", "quantize_rows"
 ARCH = "sm_90a"
 # Tokens that a tile may have, ascending.
 WIDTHS = (8, 64, 128, 192, 256)
-# Into how many parts the columns of a matrix may be cut for few tokens, how many these are, and of a
-# tile, whose results are fp32 and leave little room for weights.
+# Into how many parts the columns of a matrix may be cut for few tokens, how many these are, and in
+# a tile, whose results are fp32 and leave little room for weights.
 PARTS, MOST_PARTED_TOKENS, MOST_PARTED_WIDTH = (1, 2, 4, 8), 128, 64
 # Slots of tokens that a block may have, where it has as many as that.
 TOKEN_SLOTS = (3, 4)
 # Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
 _FEW_TOKENS = 128
-# A slot of results has so many tokens: places of 8 rows of 16 bits, or as fp32 of 16 rows, which are
-# so much longer than their values that lanes meet in no bank.
+# A slot of results has so many tokens: places of 8 rows of 16 bits, or as fp32 of 16 rows, which
+# are so much longer than their values that lanes meet in no bank.
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES, _MORE_WIDE_BYTES, _MORE_BYTES = 32, 80, 16, 64, 16
 # Slots of results as fp32, which are large.
 _MOST_WIDE_SLOTS = 2
@@ -150,7 +150,8 @@ class Form:
         """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
         step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
         count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
-        while count > self.span_chunks and self._weight_room // (count * self._weight_chunk_bytes) < _LEAST_SLOTS:
+        most = self._weight_room // (_LEAST_SLOTS * self._weight_chunk_bytes)
+        while count > max(most, self.span_chunks):
             count //= 2
         return count
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from soloist.errors import SettingError, ShapeUnsupported
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import RowOrder
@@ -26,12 +25,9 @@ from soloist.prefill.fragments import (
     fragments,
     half_tiles_of_rows,
     halves_table,
-    has_fragments,
     tiled,
 )
 from soloist.prefill.packed_form import (
-    ARCH,
-    EIGHT_BIT_COLUMNS,
     MOST_PARTED_TOKENS,
     MOST_PARTED_WIDTH,
     PARTS,
@@ -40,8 +36,6 @@ from soloist.prefill.packed_form import (
     Out,
     arranged_bytes,
     form_of,
-    knows_format,
-    operations_of,
     parted_bytes,
     parts_of,
     rows_source,
@@ -54,6 +48,7 @@ from soloist.prefill.packed_product import (
     is_gated,
     on_device,
 )
+from soloist.prefill.packed_prompts import require_eight_bit_prompts, require_packed_prompts
 from soloist.prefill.products import Arranged, Factor, Products
 
 _HEAD = "head"
@@ -61,46 +56,6 @@ _HEAD = "head"
 _TILE_TOKENS = 16
 # Wider tiles of quantised matrices leave no registers for results of this kind.
 _MOST_GATED_TOKENS = 128
-
-
-def require_packed_prompts(plan: Plan) -> None:
-    """Refuse what these products cannot do, before anything is allocated.
-
-    Raises:
-        ShapeUnsupported: other GPUs, several of them, lanes, or matrices of other sizes or formats.
-    """
-    if plan.gpu.arch != ARCH:
-        raise ShapeUnsupported(f"prompts from packed weights on {plan.gpu.arch}", ARCH)
-    if plan.ranks > 1 or plan.shape.has_lanes:
-        raise ShapeUnsupported("prompts from packed weights on several GPUs or lanes", "one GPU")
-    if plan.has_experts:
-        raise ShapeUnsupported("prompts of mixtures from packed weights", "an MLP in every layer")
-    for op in operations_of(plan):
-        matrix = op.matrix
-        if matrix.columns % ARRANGED_COLUMNS:
-            given = f"{matrix.columns} columns of {matrix.name}"
-            raise ShapeUnsupported(given, f"multiples of {ARRANGED_COLUMNS}")
-        if not knows_format(matrix.format):
-            given = f"{matrix.name} in {matrix.format.name}"
-            raise ShapeUnsupported(given, "formats without offsets and super-blocks")
-        assert has_fragments(op), "a rank that is alone has units of whole halves"
-
-
-def require_eight_bit_prompts(plan: Plan) -> None:
-    """Refuse 8 bits for prompts that no product would take, before anything is allocated.
-
-    Raises:
-        SettingError: no matrix of a layer is FP8 with one scale per row.
-    """
-    layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
-    if any(takes_eight_bits(matrix) for matrix in layers):
-        return
-    found = ", ".join(dict.fromkeys(matrix.format.name for matrix in layers))
-    raise SettingError(
-        "--eight-bit-prompts", f"on, with layers in {found}",
-        f"FP8 with one scale per row, of rows that are multiples of {EIGHT_BIT_COLUMNS} columns",
-        "leave it out, or round a 16-bit model with --weights fp8",
-    )  # fmt: skip
 
 
 class _Launch(NamedTuple):

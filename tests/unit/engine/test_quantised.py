@@ -50,6 +50,7 @@ class Loaded:
     plan: Plan
     weights: list[Weights]
     keep_rows: bool
+    packed_prompts: bool
     capacity: Capacity
 
     def prepare(self) -> None:
@@ -61,8 +62,7 @@ def load(monkeypatch: pytest.MonkeyPatch, ranks: int = 1, **asked: Any) -> tuple
         plan: Plan, weights: list[Weights], _devices: object, capacity: Capacity, *_: object,
         keep_rows: bool, packed_prompts: bool,
     ) -> Loaded:  # fmt: skip
-        assert not packed_prompts
-        return Loaded(plan, weights, keep_rows, capacity)
+        return Loaded(plan, weights, keep_rows, packed_prompts, capacity)
 
     monkeypatch.setattr(engine_module, "place", lambda *_: Card((CPU,) * ranks))
     monkeypatch.setattr("soloist.engine.kernel.load_kernel", load_kernel)
@@ -87,7 +87,9 @@ def test_the_kernel_gets_codes_from_a_folder_and_when_rounded(
     plan = from_folder.plan
     assert plan.formats == when_rounded.plan.formats
     assert len(plan.formats) == 3 * 4 + 1
-    assert from_folder.keep_rows
+    # One Hopper GPU reads prompts from codes; several keep rows where they fit.
+    assert from_folder.packed_prompts == (ranks == 1)
+    assert from_folder.keep_rows == (ranks > 1)
     for seen, wanted in zip(when_rounded.weights, from_folder.weights, strict=True):
         assert seen.keys() == wanted.keys() >= {"embedding", "head", "head.scales"}
         assert all(

@@ -29,7 +29,7 @@ from soloist.prefill.batched_experts import (
     pieces_of,
 )
 from soloist.prefill.experts import shared_bytes
-from soloist.prefill.packed_matrices import require_packed_prompts
+from soloist.prefill.packed_prompts import require_packed_prompts
 from soloist.prefill.part import Part
 from soloist.prefill.products import Products
 from soloist.prefill.runner import Prefill

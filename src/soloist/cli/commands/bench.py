@@ -198,13 +198,14 @@ def prefill(
     head_weights: o.HeadWeights = None,
     kv: o.Kv = None,
     packed_prompts: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--packed-prompts",
-            help="Read prompts from the packed weights, one copy in memory (one Hopper GPU; "
-            "an experiment).",
+            "--packed-prompts/--no-packed-prompts",
+            help="Read prompts from the packed weights, one copy in memory (one Hopper GPU), or "
+            "from rows beside them.",
+            show_default="packed where weights are quantised, or rows do not fit",
         ),
-    ] = False,
+    ] = None,
     eight_bit_prompts: Annotated[
         bool,
         typer.Option(

@@ -1,0 +1,81 @@
+"""Whether prompts are read from the packed weights: what products can do, and the default. Pure."""
+
+from soloist.errors import SettingError, ShapeUnsupported
+from soloist.megakernel.plan import Plan
+from soloist.prefill.fragments import ARRANGED_COLUMNS, has_fragments
+from soloist.prefill.packed_form import (
+    ARCH,
+    EIGHT_BIT_COLUMNS,
+    knows_format,
+    operations_of,
+    takes_eight_bits,
+)
+
+
+def require_packed_prompts(plan: Plan) -> None:
+    """Refuse what these products cannot do, before anything is allocated.
+
+    Raises:
+        ShapeUnsupported: other GPUs, several of them, lanes, or matrices of other sizes or formats.
+    """
+    if plan.gpu.arch != ARCH:
+        raise ShapeUnsupported(f"prompts from packed weights on {plan.gpu.arch}", ARCH)
+    if plan.ranks > 1 or plan.shape.has_lanes:
+        raise ShapeUnsupported("prompts from packed weights on several GPUs or lanes", "one GPU")
+    if plan.has_experts:
+        raise ShapeUnsupported("prompts of mixtures from packed weights", "an MLP in every layer")
+    for op in operations_of(plan):
+        matrix = op.matrix
+        if matrix.columns % ARRANGED_COLUMNS:
+            given = f"{matrix.columns} columns of {matrix.name}"
+            raise ShapeUnsupported(given, f"multiples of {ARRANGED_COLUMNS}")
+        if not knows_format(matrix.format):
+            given = f"{matrix.name} in {matrix.format.name}"
+            raise ShapeUnsupported(given, "formats without offsets and super-blocks")
+        assert has_fragments(op), "a rank that is alone has units of whole halves"
+
+
+def require_eight_bit_prompts(plan: Plan) -> None:
+    """Refuse 8 bits for prompts that no product would take, before anything is allocated.
+
+    Raises:
+        SettingError: no matrix of a layer is FP8 with one scale per row.
+    """
+    layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
+    if any(takes_eight_bits(matrix) for matrix in layers):
+        return
+    found = ", ".join(dict.fromkeys(matrix.format.name for matrix in layers))
+    raise SettingError(
+        "--eight-bit-prompts", f"on, with layers in {found}",
+        f"FP8 with one scale per row, of rows that are multiples of {EIGHT_BIT_COLUMNS} columns",
+        "leave it out, or round a 16-bit model with --weights fp8",
+    )  # fmt: skip
+
+
+def can_pack_prompts(plan: Plan | None) -> bool:
+    """Whether prompts can be read from the packed weights of a plan; None is the reference's."""
+    if plan is None:
+        return False
+    try:
+        require_packed_prompts(plan)
+    except ShapeUnsupported:
+        return False
+    return True
+
+
+def packs_prompts(plan: Plan, *, asked: bool | None, keeps_rows: bool) -> bool:
+    """Whether prompts are read from the packed weights.
+
+    Rows of 16-bit weights beside them are a little quicker for short prompts, so they are kept
+    where there is room. Of quantised weights rows would take several times their room.
+
+    Args:
+        plan: of the decode kernel.
+        asked: for or against; None: the default.
+        keeps_rows: rows fit beside the packed weights.
+    """
+    if asked is not None:
+        return asked
+    layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
+    is_quantised = any(matrix.format.meaning is not None for matrix in layers)
+    return can_pack_prompts(plan) and (is_quantised or not keeps_rows)
