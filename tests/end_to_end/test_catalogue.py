@@ -233,7 +233,7 @@ def test_a_machine_decides_what_fits_and_what_runs():
     assert on_gpu.context_tokens == on_gpu.most_tokens
     config = read_config(folder / "config.json")
     plan = support_on((9, 0), 132, 227 * 1024, config, Dtype.BF16).plan
-    of_pages = Footprint(config, tensors(config), Dtype.BF16, plan, page_attention=True)
+    of_pages = Footprint(config, tensors(config), Dtype.BF16, plan, True, page_attention=True)
     assert on_gpu.needed_bytes == of_pages.estimate(1).needed_bytes, "as prompts are read there"
     old = Card("T4", (7, 5), 40, 64 * 1024, 16 * 10**9, None, "0")
     on_old = find_fit(folder, Machine(old, 10**9))
