@@ -32,7 +32,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
-from soloist.prefill.packed_prompts import can_pack_prompts, packs_prompts
+from soloist.prefill.packed_prompts import may_pack_prompts, packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
@@ -267,9 +267,7 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     pages = page_form(support.plan, asked=reading.page_attention, shares_gpu=placed.sharing > 1)
-    may_pack = reading.packed_prompts
-    if may_pack is None:
-        may_pack = can_pack_prompts(support.plan)
+    may_pack = may_pack_prompts(support.plan, asked=reading.packed_prompts)
     footprint = Footprint(
         held, tensors(held), dtype, support.plan, may_pack, pages is not None, shape.kv
     )

@@ -17,7 +17,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
-from soloist.prefill.packed_prompts import can_pack_prompts
+from soloist.prefill.packed_prompts import may_pack_prompts
 from soloist.prefill.page_form import page_form
 from soloist.weights.choice import Rounding
 
@@ -217,8 +217,7 @@ def resolve(
 
     def footprint(dtype: Dtype) -> Footprint:
         specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
-        # Where rows do not fit, packed weights are read if they can be.
-        packed = can_pack_prompts(plan) if asked.packed_prompts is None else asked.packed_prompts
+        packed = may_pack_prompts(plan, asked=asked.packed_prompts)
         return Footprint(model, specs, dtype, plan, packed, attends_pages(plan), kv)
 
     if asked.precision != "auto":

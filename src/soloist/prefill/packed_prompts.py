@@ -52,10 +52,15 @@ def require_eight_bit_prompts(plan: Plan) -> None:
     )  # fmt: skip
 
 
-def can_pack_prompts(plan: Plan | None) -> bool:
-    """Whether prompts can be read from the packed weights of a plan; None is the reference's."""
-    if plan is None:
-        return False
+def may_pack_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
+    """Whether prompts are read from packed weights where no rows are kept: what memory counts.
+
+    Args:
+        plan: of the decode kernel; None is the reference's.
+        asked: for or against; None: where these products can do it.
+    """
+    if asked is not None or plan is None:
+        return bool(asked)
     try:
         require_packed_prompts(plan)
     except ShapeUnsupported:
@@ -78,4 +83,4 @@ def packs_prompts(plan: Plan, *, asked: bool | None, keeps_rows: bool) -> bool:
         return asked
     layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
     is_quantised = any(matrix.format.meaning is not None for matrix in layers)
-    return can_pack_prompts(plan) and (is_quantised or not keeps_rows)
+    return may_pack_prompts(plan) and (is_quantised or not keeps_rows)

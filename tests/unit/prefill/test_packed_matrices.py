@@ -28,7 +28,7 @@ from soloist.prefill.fragments import Tiling, arranged_column
 from soloist.prefill.packed_form import Form, Out, arranged_bytes, quantize_source, rows_source
 from soloist.prefill.packed_matrices import PackedMatrices, widths_for
 from soloist.prefill.packed_prompts import (
-    can_pack_prompts,
+    may_pack_prompts,
     packs_prompts,
     require_eight_bit_prompts,
     require_packed_prompts,
@@ -295,7 +295,7 @@ def test_prompts_are_packed_where_rows_are_dear() -> None:
     hopper, ampere = Gpu("sm_90a", 9, 227 * 1024), Gpu("sm_80", 9, 163 * 1024)
     plain, other = (make_plan(SMALL, Dtype.BF16, gpu) for gpu in (hopper, ampere))
     int4 = make_plan(SMALL, Dtype.BF16, hopper, formats=formats_of(alike(SMALL, "int4")))
-    assert [can_pack_prompts(p) for p in (plain, other, int4, None)] == [True, False, True, False]
+    assert [may_pack_prompts(p) for p in (plain, other, int4, None)] == [True, False, True, False]
     found = [
         packs_prompts(plan, asked=asked, keeps_rows=keeps)
         for plan in (plain, other, int4)
