@@ -44,7 +44,7 @@ _FEW_TOKENS = 128
 _BATCH, _WIDE_ROW_BYTES, _ROW_BYTES, _MORE_WIDE_BYTES, _MORE_BYTES = 32, 80, 16, 64, 16
 # Slots of results as fp32, which are large.
 _MOST_WIDE_SLOTS = 2
-_MOST_WEIGHT_SLOTS, _LEAST_SLOTS = 32, 3
+_MOST_WEIGHT_SLOTS, _LEAST_SLOTS, _LEAST_SLICED_SLOTS = 32, 3, 4
 _BARRIER_BYTES = 1024  # of all slots, 16 each
 _LANES, _GROUP_WARPS = 32, 4
 # Tokens are copied so many bytes at a time: a chunk of columns, or two in 8 bits.
@@ -99,6 +99,8 @@ class Form:
         most_weight_slots: of weights, where the rest of shared memory has room for them.
         most_weight_chunks: of weights in a slot, which come in copies of as many; a power of two.
         most_result_slots: of results on their way to memory, some tokens of a tile each.
+        sliced: groups have the same rows and a slice of the columns each, whose sums are added
+            ("sliced-K"): for tiles of rows for one group.
         parts: of the columns, each a tile's of its own; more than one gives fp32 that is to be
             added (`PackedRows.add_parts`).
         ends_in_half: as of the matrix.
@@ -118,6 +120,7 @@ class Form:
     most_weight_slots: int = _MOST_WEIGHT_SLOTS
     most_weight_chunks: int = 8
     most_result_slots: int = 8
+    sliced: bool = False
     parts: int = 1
     ends_in_half: bool = False
     grouped: bool = False
@@ -126,7 +129,22 @@ class Form:
     @property
     def fragments(self) -> int:
         """Of a block, at most."""
-        return self.groups * GROUP_FRAGMENTS
+        return self.groups // self.slices * GROUP_FRAGMENTS
+
+    @property
+    def slices(self) -> int:
+        """Of the columns of a tile."""
+        return self.groups if self.sliced else 1
+
+    @property
+    def own_chunks(self) -> int:
+        """Of a slice of a part."""
+        return num_chunks(self.columns) // (self.parts * self.slices)
+
+    @property
+    def _sliced_bytes(self) -> int:
+        """Of the sums of all slices but the first."""
+        return (self.slices - 1) * GROUP_FRAGMENTS * 2 * HALF_TILE_ROWS * self.tokens * Dtype.FP32.num_bytes
 
     @property
     def threads(self) -> int:
@@ -136,7 +154,7 @@ class Form:
     @property
     def span_chunks(self) -> int:
         """Of tokens in a slot. A few tokens' products are done before a group is ready for more."""
-        is_even = num_chunks(self.columns) // self.parts % 2 == 0
+        is_even = self.own_chunks % 2 == 0
         return 2 if self.eight_bits or (self.tokens <= _FEW_TOKENS and is_even) else 1
 
     @property
@@ -149,8 +167,9 @@ class Form:
     def weight_chunks(self) -> int:
         """Of a slot of weights: as many as end with a step and a part, and leave room for slots."""
         step = STEP_CHUNKS // 2 if self.ends_in_half else STEP_CHUNKS
-        count = gcd(step, num_chunks(self.columns) // self.parts, self.most_weight_chunks)
-        most = self._weight_room // (_LEAST_SLOTS * self._weight_chunk_bytes)
+        count = gcd(step, self.own_chunks, self.most_weight_chunks)
+        least = _LEAST_SLICED_SLOTS if self.sliced else _LEAST_SLOTS
+        most = self._weight_room // (least * self._weight_chunk_bytes)
         while count > max(most, self.span_chunks):
             count //= 2
         return count
@@ -187,21 +206,23 @@ class Form:
 
     @property
     def weight_slots(self) -> int:
-        """As many as tokens and results leave room for."""
-        return min(self.most_weight_slots, self._weight_room // self.weight_slot_bytes)
+        """As many as tokens and results leave room for, of each slice equally many."""
+        count = min(self.most_weight_slots, self._weight_room // self.weight_slot_bytes)
+        return count - count % self.slices
 
     @property
     def _weight_room(self) -> int:
         tokens = self.token_slots * self.token_slot_bytes
         results = self.result_slots * self.result_slot_bytes
-        return TYPICAL[ARCH].shared_bytes - _BARRIER_BYTES - results - tokens
+        beside = _BARRIER_BYTES + self._sliced_bytes + results + tokens
+        return TYPICAL[ARCH].shared_bytes - beside
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         tokens = self.token_slots * self.token_slot_bytes
         results = self.result_slots * self.result_slot_bytes
-        return tokens + self.weight_slots * self.weight_slot_bytes + results
+        return tokens + self.weight_slots * self.weight_slot_bytes + results + self._sliced_bytes
 
     @property
     def source(self) -> Source:
@@ -215,6 +236,7 @@ class Form:
             "kTokens": self.tokens,
             "kGroups": self.groups,
             "kChunks": num_chunks(self.columns),
+            "kSlices": self.slices,
             "kParts": self.parts,
             "kPackedThreads": self.threads,
             "kTokenSlots": self.token_slots,

@@ -186,6 +186,7 @@ inline uint4 load_shared(u32 at) { return load_from<uint4>(at); }
 inline uint2 load_shared2(u32 at) { return load_from<uint2>(at); }
 inline u32 load_shared1(u32 at) { return load_from<u32>(at); }
 inline void prefetch_to_l2(const void*) {}
+template <class T> T* at_shared(u32 at) { return reinterpret_cast<T*>(shared + at); }
 inline void store_shared1(u32 at, u32 x) { std::memcpy(shared + at, &x, 4); }
 
 inline float from_fp16(u16 x) { return static_cast<float>(bits_to<_Float16>(x)); }

@@ -43,7 +43,6 @@ inline void compute_first(bool) {}
 inline void keep_factor(u32&) {}
 inline void fence_async_proxy_shared() {}
 inline void store_shared_half(u32 at, u16 x) { std::memcpy(shared + at, &x, 2); }
-template <class T> T* at_shared(u32 at) { return reinterpret_cast<T*>(shared + at); }
 
 // Address, sizes, strides and box of `Boxes`.
 struct TensorMap { u64 words[16]; };

@@ -9,6 +9,9 @@
 // four warps multiply 64 rows each by the same tokens. A result's sum is made in one order, by rising columns: kTokens, T, and what
 // lies beside it do not matter. Where a few tokens would leave SMs idle, kParts tiles have a part of the columns each, and give fp32.
 //
+// Where a tile has rows for one group alone, the groups are *slices*: each has a part of the columns, and the first one adds their sums
+// ("sliced-K"). So a tile of few tokens, which waits for its warps, takes half as long.
+//
 // Results leave through a third ring, 32 tokens of a tile in a slot, by a warp that stores them to memory: stores of all SMs at once
 // take as long as a tenth of a tile, in which the next one is multiplied.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
@@ -33,7 +36,7 @@
 #include "tile/fragments.cuh"
 #include "tile/silu.cuh"
 
-inline constexpr u32 kFragments = 4 * kGroups, kMultiplyingWarps = 4 * kGroups;
+inline constexpr u32 kMultiplyingWarps = 4 * kGroups, kRowWarps = kMultiplyingWarps / kSlices, kFragments = kRowWarps;
 inline constexpr u32 kBoxValues = 64;  // of 16 bits, or pairs of 8
 inline constexpr u32 kBoxes = kEightBits ? 1 : kSpanChunks, kBoxBytes = kTokens * kBoxValues * 2, kTokenBytes = kBoxes * kBoxBytes;
 inline constexpr u32 kSlotSpans = kWeightChunks / kSpanChunks, kProducts = 4 * kBoxes;
@@ -43,20 +46,25 @@ inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
 inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
 inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
+// A slice's sums on their way to those that are added to: words of all threads of a group.
+inline constexpr u32 kRowThreads = kRowWarps * 32, kSlicedBytes = kSlices > 1 ? kSums * kRowThreads * 4 : 0;
 // A slot of results has kBatch tokens of a tile, of which kLeaving are there: places of kPlaceBytes, so that no bank has two of what lanes
 // store or read at once, kTokenPlaceBytes of a token. A place has 8 rows, or as fp32 a fragment's 16.
 inline constexpr u32 kBatch = 32, kLeaving = kTokens < kBatch ? kTokens : kBatch;
 inline constexpr u32 kFragmentPlaces = kOut == Out::kWide ? 1 : 2;
 inline constexpr u32 kResultRing = kResultSlots * kResultBytes;
 
-static_assert(kPackedShared == kTokenRing + kWeightRing + kResultRing, "slots");
+static_assert(kPackedShared == kTokenRing + kWeightRing + kResultRing + kSlicedBytes, "slots");
+static_assert(kSlices == 1 || (kSlices == kGroups && kGroups == 2 && !kGrouped), "a group of each slice");
 static_assert(kResultBytes == kFragments * kFragmentPlaces * kPlaceBytes, "a place for all that a slot has");
 static_assert(1 + kWeightWarps + 1 == 4, "tokens, weights and results");
 static_assert(kPackedThreads == (kMultiplyingWarps + 4) * 32, "one group of warps more than multiply");
 static_assert(kBoxBytes % 1024 == 0, "tokens are swizzled in whole kilobytes");
 static_assert(!kGrouped || kParts == 1, "rows of an expert are many");
 static_assert(kParts == 1 || (kChunks % (2 * kParts) == 0 && kOut == Out::kWide), "equal parts, whose sums are added elsewhere");
-static_assert(kChunks / kParts % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
+static_assert(kChunks % (kParts * kSlices) == 0, "equal slices");
+static_assert(kTokenSlots % kSlices == 0 && kWeightSlots % kSlices == 0, "a slot is always the same slice's: who waits for it has seen it full before");
+static_assert(kChunks / (kParts * kSlices) % kWeightChunks == 0 && 2 * kStepChunks % kWeightChunks == 0, "slots begin with a part, and end in a step");
 static_assert(kWeightChunks % kSpanChunks == 0, "a span's weights come together");
 static_assert(!kEightBits || kSpanChunks == 2, "as many bytes as one chunk in 16 bits");
 static_assert(!kEightBits || (kCodes == Codes::kFp8 && kGroup == kStepColumns && !kGrouped), "a scale for each row, which all steps have");
@@ -67,6 +75,7 @@ struct Ring {
 };
 struct Rings {
   Ring tokens, weights, results;
+  u32 sliced;  // where the second slice's sums are
 };
 using TokenSlot = SlotState<kTokenSlots>;
 using WeightSlot = SlotState<kWeightSlots>;
@@ -84,9 +93,10 @@ struct Product {
   const float* token_scales;  // in 8 bits; read in pairs, so there is one more where tokens are odd
 };
 inline constexpr u32 kTableHalves = 16;
-// What a tile is of: rows, and where sums are made in parts, some of their chunks.
-inline constexpr u32 kPartChunks = kChunks / kParts, kPartSpans = kPartChunks / kSpanChunks;
-static_assert(kPartChunks % kSpanChunks == 0, "whole spans");
+// What a tile is of: rows, and where sums are made in parts, some of their chunks. Slices have as many each; what is copied for them
+// comes in turns, a slot for each.
+inline constexpr u32 kOwnChunks = kChunks / (kParts * kSlices), kOwnSpans = kOwnChunks / kSpanChunks;
+static_assert(kOwnChunks % kSpanChunks == 0, "whole spans");
 struct Tile {
   u32 token, row_tile, part;
   u32 stop;         // behind the last row of x that is its own
@@ -102,6 +112,9 @@ struct Tile {
       stop = product.tokens, image = product.image;
     }
   }
+  // Of a slice.
+  __device__ __forceinline__ u32 first_chunk(u32 slice) const { return (part * kSlices + slice) * kOwnChunks; }
+  __device__ __forceinline__ u32 first_span(u32 slice) const { return (part * kSlices + slice) * kOwnSpans; }
 };
 __device__ __forceinline__ u32 num_tiles(const Product& product) {
   if constexpr (kGrouped) return *product.num_pieces * product.tiles;
@@ -115,13 +128,14 @@ __device__ __forceinline__ void load_tokens(const Ring& ring, const TensorMap& x
   for (u32 tile = blockIdx.x, end = num_tiles(product); tile < end; tile += gridDim.x) {
     const Tile own(product, tile);
 #pragma unroll 1
-    for (u32 span = own.part * kPartSpans; span < (own.part + 1) * kPartSpans; ++span, to.next()) {
+    for (u32 i = 0; i < kOwnSpans * kSlices; ++i, to.next()) {
+      const u32 span = own.first_span(i % kSlices) + i / kSlices;
       const u32 full = ring.full + to.slot * 8;
       wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
       mbarrier_expect(full, kTokenBytes);
 #pragma unroll
-      for (u32 i = 0; i < kBoxes; ++i)
-        load_box(ring.data + to.slot * kTokenBytes + i * kBoxBytes, x, (span * kBoxes + i) * kBoxValues, own.token, full);
+      for (u32 box = 0; box < kBoxes; ++box)
+        load_box(ring.data + to.slot * kTokenBytes + box * kBoxBytes, x, (span * kBoxes + box) * kBoxValues, own.token, full);
     }
   }
 }
@@ -138,7 +152,8 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
     const bool copies = half.kind != HalfKind::kNone;
     const u32 bytes = __popc(__ballot_sync(~0u, copies)) * (kWeightChunks * kPieceBytes);
 #pragma unroll 1
-    for (u32 chunk = own.part * kPartChunks; chunk < (own.part + 1) * kPartChunks; chunk += kWeightChunks, to.next()) {
+    for (u32 i = 0; i < kOwnChunks * kSlices; i += kWeightChunks, to.next()) {
+      const u32 number = i / kWeightChunks, chunk = own.first_chunk(number % kSlices) + number / kSlices * kWeightChunks;
       const u32 full = ring.full + to.slot * 8;
       wait_or_trap(ring.empty + to.slot * 8, to.round ^ 1);
       if (lane == 0) mbarrier_expect(full, bytes);
@@ -149,9 +164,9 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
         for (u32 run = 0; run < kRuns; ++run)
           copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
         // In 8 bits all steps have the same ones.
-        const u32 prefetched = !kEightBits ? kWeightChunks : chunk == own.part * kPartChunks ? 1 : 0;
+        const u32 prefetched = !kEightBits ? kWeightChunks : i == 0 ? 1 : 0;
 #pragma unroll 1
-        for (u32 i = 0; i < prefetched; ++i) Shared::prefetch(own.image, half, which, chunk + i);
+        for (u32 k = 0; k < prefetched; ++k) Shared::prefetch(own.image, half, which, chunk + k);
       }
     }
   }
@@ -184,7 +199,7 @@ __device__ __forceinline__ void put_wide(const float (&sums)[kSums], u32 first, 
 // Of a tile's results the values that a lane stores, kOwnValues neighbours at a time: always of the same rows, and of every kLaneTokens-th
 // token. Lanes that are neighbours have a token's values side by side.
 inline constexpr u32 kResultBits = kOut == Out::kWide ? 32 : 16, kOwnValues = 128 / kResultBits;
-inline constexpr u32 kTokenLanes = kOut == Out::kValues || (kOut == Out::kWide && kGroups == 1) ? 16 : kOut == Out::kWide ? 32 : 8;
+inline constexpr u32 kTokenLanes = kFragments * (kOut == Out::kWide ? 4 : kOut == Out::kValues ? 2 : 1);
 inline constexpr u32 kLaneTokens = 32 / kTokenLanes;
 struct Leaving {
   u32 from;  // of its first token, in a slot
@@ -320,14 +335,27 @@ __device__ __forceinline__ void put_results(const Ring& ring, ResultSlot& to, u3
   }
 }
 
+// The same by a warp of another slice than the first.
+__device__ __forceinline__ void pass_results(ResultSlot& to) {
+#pragma unroll
+  for (u32 i = 0; i < kFilled; ++i) to.next();
+}
+
+// The next slot that comes for a warp's own slice.
+template <class Slot>
+__device__ __forceinline__ void go_on_to_own(Slot& slot) {
+#pragma unroll
+  for (u32 i = 0; i < kSlices; ++i) slot.next();
+}
+
 // A group without rows in a tile: it gives back what comes.
 __device__ __forceinline__ void pass_by(const Rings& rings, TokenSlot& tokens, WeightSlot& weights, u32 lane) {
 #pragma unroll 1
-  for (u32 span = 0; span < kPartSpans; ++span, tokens.next()) {
+  for (u32 span = 0; span < kOwnSpans; ++span, go_on_to_own(tokens)) {
     if (span % kSlotSpans == 0) {
       wait_or_trap(rings.weights.full + weights.slot * 8, weights.round);
       if (lane == 0) mbarrier_arrive(rings.weights.empty + weights.slot * 8);
-      weights.next();
+      go_on_to_own(weights);
     }
     wait_or_trap(rings.tokens.full + tokens.slot * 8, tokens.round);
     if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
@@ -350,6 +378,26 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& 
   }
 }
 
+// Sums of the second slice join those of the first. Named barriers: 1 is that they are in shared memory, 2 that they have been read.
+__device__ __forceinline__ void add_slices(float (&sums)[kSums], u32 sliced, u32 slice, bool is_first_tile, bool goes_on) {
+  const u32 own = sliced + threadIdx.x % kRowThreads * 16;
+  if (slice > 0) {
+    if (!is_first_tile) await_turn(2, kSlices * kRowThreads);
+#pragma unroll
+    for (u32 i = 0; i < kSums; i += 4)
+      *at_shared<float4>(own + i * kRowThreads * 4) = make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+    give_turn(1, kSlices * kRowThreads);
+  } else {
+    await_turn(1, kSlices * kRowThreads);
+#pragma unroll
+    for (u32 i = 0; i < kSums; i += 4) {
+      const float4 more = *at_shared<float4>(own + i * kRowThreads * 4);
+      sums[i] += more.x, sums[i + 1] += more.y, sums[i + 2] += more.z, sums[i + 3] += more.w;
+    }
+    if (goes_on) give_turn(2, kSlices * kRowThreads);
+  }
+}
+
 // What a warp has of a tile. Groups are filled from the first warp on.
 struct Rows {
   const u8* image;
@@ -358,8 +406,8 @@ struct Rows {
   HalfKind of_group;
   __device__ __forceinline__ Rows(const Product& product, u32 number, u32 warp) {
     const Tile tile(product, number);
-    const Half* const own = product.table + tile.row_tile * kTableHalves + warp * 2;
-    image = tile.image, start = tile.part * kPartSpans;
+    const Half* const own = product.table + tile.row_tile * kTableHalves + warp % kRowWarps * 2;
+    image = tile.image, start = tile.first_span(kSlices > 1 ? warp / kRowWarps : 0);
     halves[0] = own[0], halves[1] = own[1], of_group = own[-static_cast<i32>(warp % 4 * 2)].kind;
   }
   __device__ __forceinline__ bool is_tile() const { return halves[0].kind == HalfKind::kTile; }
@@ -369,8 +417,10 @@ struct Rows {
 // cores multiply by those before: these have other registers, and their products are awaited before the next ones begin. So it
 // goes on from a tile to the block's next one.
 __device__ __forceinline__ void multiply(const Rings& rings, const Product& product, u32 warp, u32 lane) {
+  const u32 slice = kSlices > 1 ? warp / kRowWarps : 0;
   TokenSlot tokens;
   WeightSlot weights;
+  if (slice > 0) tokens.next(), weights.next();
   ResultSlot results;
   uint4 operands[2][kProducts];
   Stored stored[kSpanChunks];
@@ -382,7 +432,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   const auto read_chunk = [&](u32 chunk, Stored& to) {
     const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
     const bool alternate = rows.is_tile() && parts_alternate(ChunkPlace(chunk).step);
-    const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp * kSlotFragmentBytes + run * 2 * kRunBytes;
+    const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp % kRowWarps * kSlotFragmentBytes + run * 2 * kRunBytes;
     const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
     to.load(
         lane, rows.is_tile(), [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
@@ -400,7 +450,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   const auto give_back = [&](u32 span, u32 end) {
     if (kept(span) % kSlotSpans) return;
     if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
-    weights.next();
+    go_on_to_own(weights);
     if (span < end) await_weights();
   };
   const auto convert = [&](uint4 (&a)[kProducts]) {
@@ -418,7 +468,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     load_scales(start);
     await_weights();
     read(start);
-    give_back(start + 1, start + kPartSpans);
+    give_back(start + 1, start + kOwnSpans);
     convert(a);
   };
   bool begun = false;
@@ -437,10 +487,10 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
     } else {
       if (!begun) begin(operands[0]);
       begun = false;
-      if (kPartSpans > 1 && !kEightBits) load_scales(rows.start + 1);
-      if (kPartSpans > 1) read(rows.start + 1);
+      if (kOwnSpans > 1 && !kEightBits) load_scales(rows.start + 1);
+      if (kOwnSpans > 1) read(rows.start + 1);
       // The loop stays one that is entered: else the compiler has products wait for each other.
-      const u32 start = place.part * kPartSpans, end = kept(start + kPartSpans);
+      const u32 start = place.first_span(slice), end = kept(start + kOwnSpans);
       const Shared of_sums = with[0];
       float sums[kSums];
       // `ahead`: what is done while products are made.
@@ -455,7 +505,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
         ahead();
         wait_for_products<0>();
         if (lane == 0) mbarrier_arrive(rings.tokens.empty + tokens.slot * 8);
-        tokens.next();
+        go_on_to_own(tokens);
       };
       const auto take_and_read = [&](u32 span, uint4 (&now)[kProducts], uint4 (&next)[kProducts]) {
         take(span, now, [&] {
@@ -471,8 +521,8 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
         begin(operands[0]);
         begun = true;
       };
-      constexpr u32 kLast = kPartSpans % 2 == 1 ? 1 : 2;
-      if constexpr (kPartSpans > kLast) {
+      constexpr u32 kLast = kOwnSpans % 2 == 1 ? 1 : 2;
+      if constexpr (kOwnSpans > kLast) {
         u32 span = start;
 #pragma unroll 1
         do {
@@ -493,12 +543,15 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
         begin_next();
       }
       take_sums(sums);
+      if constexpr (kSlices > 1) add_slices(sums, rings.sliced, slice, tile == blockIdx.x, goes_on);
       if constexpr (kEightBits) scale_sums(sums, product, of_sums, place.token, place.stop, lane);
-      put_results(rings.results, results, lane, [&](u32 first, u32 slot) {
-        const u32 own = slot + warp * (kFragmentPlaces * kPlaceBytes);
+      const auto put = [&](u32 first, u32 slot) {
+        const u32 own = slot + warp % kRowWarps * (kFragmentPlaces * kPlaceBytes);
         if constexpr (kOut == Out::kWide) put_wide(sums, first, own, lane);
         else put_values(sums, first, own, lane);
-      });
+      };
+      if (slice == 0) put_results(rings.results, results, lane, put);
+      else pass_results(results);
     }
     if (!goes_on) store_last_results(rings.results, product, place, filled, warp, lane);
   }
@@ -520,16 +573,16 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
 #pragma unroll 1
     for (u32 i = 0; i < kTokenSlots; ++i) {
       mbarrier_init(tokens.full + i * 8, 1);
-      mbarrier_init(tokens.empty + i * 8, kMultiplyingWarps);
+      mbarrier_init(tokens.empty + i * 8, kRowWarps);
     }
 #pragma unroll 1
     for (u32 i = 0; i < kWeightSlots; ++i) {
       mbarrier_init(weights.full + i * 8, kWeightWarps);
-      mbarrier_init(weights.empty + i * 8, kMultiplyingWarps);
+      mbarrier_init(weights.empty + i * 8, kRowWarps);
     }
 #pragma unroll 1
     for (u32 i = 0; i < kResultSlots; ++i) {
-      mbarrier_init(results.full + i * 8, kMultiplyingWarps);
+      mbarrier_init(results.full + i * 8, kRowWarps);
       mbarrier_init(results.empty + i * 8, 1);
     }
     publish_barriers();
@@ -547,6 +600,6 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     }
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
-    multiply({tokens, weights, results}, product, warp, lane);
+    multiply({tokens, weights, results, data + kTokenRing + kWeightRing + kResultRing}, product, warp, lane);
   }
 }
