@@ -66,10 +66,21 @@ class ChunkAttention:
             return False
         return True
 
-    def of_all(self, layer: int, chunk: Chunk, heads: Heads) -> Tensor:
-        """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's."""
+    @property
+    def arranges(self) -> bool:
+        """Whether columns may be had in the order of `Products.takes_arranged`."""
+        return self._operations.attends_pages
+
+    def of_all(self, layer: int, chunk: Chunk, heads: Heads, *, arranged: bool = False) -> Tensor:
+        """[T, Q · D]; keys of earlier chunks come back from the pool, with this one's.
+
+        Columns are `arranged` only where it `arranges`.
+        """
+        assert not arranged or self.arranges, "in the order of heads"
         if self._operations.attends_pages:
-            return self._operations.attend_pages(layer, chunk, heads.queries, chunk.query_bounds)
+            return self._operations.attend_pages(
+                layer, chunk, heads.queries, chunk.query_bounds, arranged=arranged
+            )
         window = self._window(layer)
         if self._has_width(chunk):
             return self._of_gathered(layer, chunk, heads.queries, chunk.query_bounds)
@@ -80,10 +91,15 @@ class ChunkAttention:
             return self._operations.attend(heads, window)
         return attend(heads.queries, *self._read(layer, chunk), window)
 
-    def of_last(self, layer: int, chunk: Chunk, query: Tensor, heads: Heads) -> Tensor:
-        """[1, Q · D] of the last token's query [1, Q, D]."""
+    def of_last(
+        self, layer: int, chunk: Chunk, query: Tensor, heads: Heads, *, arranged: bool = False
+    ) -> Tensor:
+        """[1, Q · D] of the last token's query [1, Q, D]; `arranged` as of `of_all`."""
+        assert not arranged or self.arranges, "in the order of heads"
         if self._operations.attends_pages:
-            return self._operations.attend_pages(layer, chunk, query, chunk.last_ends[:2])
+            return self._operations.attend_pages(
+                layer, chunk, query, chunk.last_ends[:2], arranged=arranged
+            )
         window = self._window(layer)
         if self._has_width(chunk):
             return self._of_gathered(layer, chunk, query, chunk.last_ends[:2])

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,12 @@ from soloist.prefill.batched_experts import BatchedExperts
 from soloist.prefill.buffers import Buffers, allocate
 from soloist.prefill.elementwise import Chunk, Delta, Elementwise, widest
 from soloist.prefill.experts import ExpertProducts, MixturePass
-from soloist.prefill.products import Products
+from soloist.prefill.products import Factor, Products
 from soloist.prefill.residual_streams import residual_streams_of
+
+# Layers before each cut of a recorded pass. Even of few tokens a layer lasts some six times as long as
+# launching it takes: the next graph may have four times as many, and its start is hidden.
+_CUTS = frozenset(accumulate(4**i for i in range(4)))
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.
 Stages = Iterator[None]
@@ -106,7 +111,7 @@ class Communicator(ABC):
         """Before the first pass: those of all ranks in order, whose memory this one can reach."""
 
     def is_cut(self, layers: int) -> bool:  # noqa: ARG002 - most are not
-        """Whether a recorded pass is cut in two behind so many layers.
+        """Whether a recorded pass is cut behind so many layers.
 
         Launching a graph takes the host a microsecond a kernel, and the device waits for it: so it
         gets a short one first.
@@ -141,6 +146,10 @@ class Communicator(ABC):
     def output(self, module: int, rows: Rows) -> Tensor:
         """Where the product goes that a module gives."""
 
+    def give_mlp(self, layer: int, rows: Rows, activated: Factor, down: str) -> None:
+        """The product of `activated` with an MLP's last matrix goes where its output belongs."""
+        self._work.products.multiply(activated, down, self.output(2 * layer + 1, rows))
+
     @abstractmethod
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:
         """`normed` of all that came before an MLP, the attention's output included."""
@@ -163,9 +172,14 @@ class Nobody(Communicator):
 
     narrowing = Narrowing.QUERIES
 
+    def __init__(self, work: Workspace) -> None:
+        super().__init__(work)
+        # What the last MLP gave, if in parts: the next norm adds them.
+        self._parts: Tensor | None = None
+
     def is_cut(self, layers: int) -> bool:
         """See the base class."""
-        return layers == 1
+        return layers in _CUTS
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
         """See the base class."""
@@ -184,7 +198,16 @@ class Nobody(Communicator):
 
     def output(self, module: int, rows: Rows) -> Tensor:
         """See the base class."""
-        return rows.buffers.mlp_delta if module % 2 else rows.buffers.delta
+        if module % 2 == 0:
+            return rows.buffers.delta
+        self._parts = None
+        return rows.buffers.mlp_delta
+
+    def give_mlp(self, layer: int, rows: Rows, activated: Factor, down: str) -> None:
+        """See the base class."""
+        out = self.output(2 * layer + 1, rows)
+        given = self._work.products.multiply_in_parts(activated, down, out)
+        self._parts = None if given is out else given
 
     def mlp_input(self, layer: int, rows: Rows, chunk: Chunk) -> Stages:  # noqa: ARG002
         """See the base class; the next norm adds the same again."""
@@ -218,4 +241,5 @@ class Nobody(Communicator):
     def _deltas(self, layer: int, b: Buffers) -> list[Delta]:
         """What a layer gave."""
         own = self._operations.layers[layer]
-        return [Delta(b.delta, own.attention_output_bias), Delta(b.mlp_delta, own.down_bias)]
+        given = b.mlp_delta if self._parts is None else self._parts
+        return [Delta(b.delta, own.attention_output_bias), Delta(given, own.down_bias)]

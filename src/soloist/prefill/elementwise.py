@@ -116,7 +116,10 @@ class Heads:
 
 
 class Delta(NamedTuple):
-    """What joins the residual stream: a product [T, H], and its bias [H] if it has one."""
+    """What joins the residual stream: a product [T, H], and its bias [H] if it has one.
+
+    The last of several may be parts of sums [parts, T, H], as of `Products.multiply_in_parts`.
+    """
 
     product: Tensor
     bias: Tensor | None
@@ -288,7 +291,13 @@ class Elementwise(ABC):
         return False
 
     def attend_pages(
-        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+        self,
+        layer: int,
+        chunk: Chunk,
+        queries: Tensor,
+        query_bounds: Tensor,
+        *,
+        arranged: bool = False,
     ) -> Tensor:
         """What a sequence's last queries attend to, [rows, Q · D], with keys and values in pages.
 
@@ -297,6 +306,7 @@ class Elementwise(ABC):
             chunk: with `qkv_rope_store` done.
             queries: [rows, Q, D]; what comes out for those behind the last one is undefined.
             query_bounds: [2] int32, 0 and the number of queries.
+            arranged: columns are in the order of `Products.takes_arranged`.
         """
         raise NotImplementedError("where it `attends_pages`")
 
@@ -324,7 +334,10 @@ class TorchElementwise(Elementwise):
         """See the base class."""
         total = residual
         for delta in deltas:
-            total = total + _biased(delta.product, delta.bias)
+            product = delta.product
+            if product.ndim > residual.ndim:
+                product = product.sum(0)
+            total = total + _biased(product, delta.bias)
         if keeps:
             residual.copy_(total)
         norm = rms_norm(total, weight, self.config.norm_epsilon)

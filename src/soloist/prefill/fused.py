@@ -48,6 +48,8 @@ _GATHERING_BLOCKS = 1024
 _CODES_BLOCKS = 4096
 
 
+# Of a delta in parts [parts, T, H].
+_PARTS_DIMENSIONS = 3
 _ENTRIES = ("embed", "add_norm", "add_norm_arranged", "qkv_rope_store", "gather", "silu_mul")
 _OF_RANKS = ("tell", "await", "sum_norm")
 # Words of `Meeting` before those of the ranks, and the one that says that nobody is waited for.
@@ -227,7 +229,10 @@ class FusedElementwise(Elementwise):
         added = [x for delta in deltas for x in delta]
         tensors = (residual, *added, *[None] * (4 - len(added)), weight, out)
         does_keep = ctypes.c_uint32(keeps and bool(deltas))
-        args: tuple[ctypes.c_void_p | ctypes.c_uint32, ...] = (*map(pointer, tensors), does_keep)
+        parts = _num_parts(deltas)
+        args: tuple[ctypes.c_void_p | ctypes.c_uint32, ...] = (
+            *map(pointer, tensors), does_keep, ctypes.c_uint32(parts),
+        )  # fmt: skip
         assert not arranged or residual.shape[1] % ARRANGED_COLUMNS == 0, "whole groups of columns"
         entry = "add_norm_arranged" if arranged else "add_norm"
         self._launch(entry, residual.shape[0], args)
@@ -367,12 +372,20 @@ class FusedElementwise(Elementwise):
         return self._pages is not None
 
     def attend_pages(
-        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
+        self,
+        layer: int,
+        chunk: Chunk,
+        queries: Tensor,
+        query_bounds: Tensor,
+        *,
+        arranged: bool = False,
     ) -> Tensor:
         """See the base class."""
         assert self._pages is not None, "it attends to pages"
         window, out = self.config.layers[layer].attention.window, torch.empty_like(queries)
-        self._pages.launch(queries, chunk, query_bounds, layer, window, out, self.stream)
+        self._pages.launch(
+            queries, chunk, query_bounds, layer, window, out, self.stream, arranged=arranged
+        )
         return out.flatten(1)
 
     @property
@@ -382,6 +395,16 @@ class FusedElementwise(Elementwise):
 
     def _launch(self, entry: str, blocks: int, args: KernelArgs, threads: int = THREADS) -> None:
         self._kernels.launch(entry, blocks, args, self.stream, threads)
+
+
+def _num_parts(deltas: Sequence[Delta]) -> int:
+    """Of the second delta, in which the kernel adds parts; 0 where there are none."""
+    in_parts = [delta.product.ndim == _PARTS_DIMENSIONS for delta in deltas]
+    if not any(in_parts):
+        return 0
+    assert in_parts == [False, True], "the second one alone"
+    assert deltas[1].product.dtype is torch.float32, "parts are fp32"
+    return len(deltas[1].product)
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p:

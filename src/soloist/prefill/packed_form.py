@@ -35,6 +35,8 @@ WIDTHS = (8, 64, 128, 192, 256)
 # Into how many parts the columns of a matrix may be cut for few tokens, how many these are, and in
 # a tile, whose results are fp32 and leave little room for weights.
 PARTS, MOST_PARTED_TOKENS, MOST_PARTED_WIDTH = (1, 2, 4, 8), 128, 64
+# Of tokens in a tile that is sliced, and slots of spans of them: as many for each slice.
+SLICED_WIDTH, SLICED_TOKEN_SLOTS = 64, 4
 # Slots of tokens that a block may have, where it has as many as that.
 TOKEN_SLOTS = (3, 4)
 # Tiles of so many wait for weights, and have room for more slots; wider ones for their products.
@@ -144,7 +146,14 @@ class Form:
     @property
     def _sliced_bytes(self) -> int:
         """Of the sums of all slices but the first."""
-        return (self.slices - 1) * GROUP_FRAGMENTS * 2 * HALF_TILE_ROWS * self.tokens * Dtype.FP32.num_bytes
+        return (
+            (self.slices - 1)
+            * GROUP_FRAGMENTS
+            * 2
+            * HALF_TILE_ROWS
+            * self.tokens
+            * Dtype.FP32.num_bytes
+        )
 
     @property
     def threads(self) -> int:
@@ -280,6 +289,11 @@ def form_of(matrix: Matrix, dtype: Dtype, tokens: int, out: Out) -> Form:
         token_slots=TOKEN_SLOTS[0],
         ends_in_half=matrix.ends_in_half,
     )  # fmt: skip
+
+
+def can_slice(form: Form) -> bool:
+    """Whether each group may have a slice of the columns, of an even number of chunks."""
+    return num_chunks(form.columns) % (2 * form.parts * form.groups) == 0 and not form.grouped
 
 
 def knows_format(stored: WeightFormat) -> bool:

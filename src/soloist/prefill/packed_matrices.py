@@ -31,10 +31,13 @@ from soloist.prefill.packed_form import (
     MOST_PARTED_TOKENS,
     MOST_PARTED_WIDTH,
     PARTS,
+    SLICED_TOKEN_SLOTS,
+    SLICED_WIDTH,
     WIDTHS,
     Form,
     Out,
     arranged_bytes,
+    can_slice,
     form_of,
     parted_bytes,
     parts_of,
@@ -163,8 +166,13 @@ class PackedMatrices(Products):
 
     def multiply(self, x: Factor, name: str, out: Tensor, first: int = 0) -> None:
         """See Products."""
-        kind = Out.WIDE if out.dtype is torch.float32 else Out.VALUES
-        self._launch(x, name, out, kind, first)
+        parts = self._launch(x, name, out, _kind_of(out), first)
+        if parts is not out:
+            self._rows.add_parts(parts, out, self._stream)
+
+    def multiply_in_parts(self, x: Factor, name: str, out: Tensor) -> Tensor:
+        """See Products."""
+        return self._launch(x, name, out, _kind_of(out), 0)
 
     def takes_arranged(self, name: str) -> bool:
         """See Products; codes in an order of their own meet columns in that."""
@@ -189,7 +197,8 @@ class PackedMatrices(Products):
     def _stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
-    def _launch(self, x: Factor, name: str, out: Tensor, kind: Out, first: int) -> None:
+    def _launch(self, x: Factor, name: str, out: Tensor, kind: Out, first: int) -> Tensor:
+        """The product, in `out`, or its parts."""
         stream = self._stream
         arranged, scales = self._factor(x, name, stream)
         which = (name, len(arranged), kind, first)
@@ -198,10 +207,10 @@ class PackedMatrices(Products):
         launch = self._launches[which]
         if (count := launch.kernel.form.parts) == 1:
             launch(arranged, out, stream, scales)
-            return
+            return out
         parts = self._parts[: count * out.numel()].view(count, *out.shape)
         launch(arranged, parts, stream, scales)
-        self._rows.add_parts(parts, out, stream)
+        return parts
 
     def _factor(self, x: Factor, name: str, stream: int) -> tuple[Tensor, Tensor | None]:
         """As the matrix's product reads it; of 8 bits the scales, too."""
@@ -240,7 +249,8 @@ class PackedMatrices(Products):
     ) -> tuple[Form, int]:
         """How so many tokens are multiplied, and fragments of a tile of rows.
 
-        Only short passes have sums in parts: bits of others are the same for any number of tokens.
+        Only short passes have sums in parts and slices: bits of others are the same for any number
+        of tokens.
         """
         matrix, num_sms = operation.matrix, self._plan.gpu.num_sms
         eight_bits = self._in_eight_bits(operation)
@@ -262,7 +272,11 @@ class PackedMatrices(Products):
         width = min(widths, key=lambda width: shares(width)[2])
         each, parts, _ = shares(width)
         form = form_of(matrix, self._plan.dtype, width, kind if parts == 1 else Out.WIDE)
-        return replace(form, parts=parts, eight_bits=eight_bits), each
+        form = replace(form, parts=parts, eight_bits=eight_bits)
+        is_short = tokens <= MOST_PARTED_TOKENS and width == SLICED_WIDTH
+        if is_short and each <= GROUP_FRAGMENTS and can_slice(form):
+            form = replace(form, sliced=True, token_slots=SLICED_TOKEN_SLOTS)
+        return form, each
 
     def _fragments(self, operation: Operation, first: int, *, gated: bool) -> tuple[Fragment, ...]:
         which = (operation, first, gated)
@@ -310,6 +324,10 @@ def widths_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> Sequence[
 
     wide = [width for width in fit if 2 * width >= fit[-1]]
     return (min(reversed(wide), key=taken),)
+
+
+def _kind_of(out: Tensor) -> Out:
+    return Out.WIDE if out.dtype is torch.float32 else Out.VALUES
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -62,7 +62,7 @@ class PageAttention:
         """Of sums of splits."""
         return self._partials.numel()
 
-    def launch(
+    def launch(  # noqa: PLR0913 - what passes and models differ in
         self,
         queries: Tensor,
         chunk: Chunk,
@@ -71,6 +71,8 @@ class PageAttention:
         window: int | None,
         out: Tensor,
         stream: int,
+        *,
+        arranged: bool = False,
     ) -> None:
         """`out` = softmax(q kᵀ / √D) v, each query over the pool's keys up to its own position.
 
@@ -86,6 +88,7 @@ class PageAttention:
             window: how many of the latest keys a query sees, itself included; None means all.
             out: [rows, Q, D].
             stream: handle.
+            arranged: of a row of `out` columns are in the order of `Products.takes_arranged`.
         """
         rows, _, head_dim = queries.shape
         of_queries = boxes_map(hopper.address(queries), self.form.queries(rows))
@@ -95,14 +98,21 @@ class PageAttention:
         slots, own_window = ctypes.c_uint32(self._slots), ctypes.c_uint32(window or 0)
         scale, blocks = ctypes.c_float(launch_scale(head_dim)), self._attend.num_sms
         table = ctypes.c_void_p(chunk.page_table.data_ptr())
+        order = ctypes.c_uint32(arranged)
         # Every SM gets a block: which work there is the device knows.
         self._attend.launch(
             blocks, THREADS, self.form.shared_bytes,
-            (maps, to, partials, slots, table, *bounds, ctypes.c_uint32(layer), own_window, scale),
+            (
+                maps, to, partials, slots, table, *bounds, ctypes.c_uint32(layer), own_window,
+                scale, order,
+            ),
             stream, cooperative=False,
         )  # fmt: skip
+        # A short prompt is one split, and without room for sums of splits there are none.
+        if not self._slots or chunk.is_short_prompt:
+            return
         self._merge.launch(
             self.form.merging_blocks(rows), MERGE_THREADS, 0,
-            (to, partials, slots, *bounds, own_window, scale, ctypes.c_uint32(blocks)),
+            (to, partials, slots, *bounds, own_window, scale, ctypes.c_uint32(blocks), order),
             stream, cooperative=False,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from soloist.prefill.buffers import Buffers
 from soloist.prefill.chunk_attention import ChunkAttention
 from soloist.prefill.communicator import Communicator, Narrowing, Rows, Stages, Workspace
 from soloist.prefill.elementwise import Chunk, Heads
-from soloist.prefill.products import Factor
+from soloist.prefill.products import Arranged, Factor
 
 
 class Names(NamedTuple):
@@ -67,21 +67,24 @@ class Pass:
         self._work.operations.qkv_rope_store(b.qkv, layer, chunk, heads)
         if is_last and not want_logits:
             return
+        output = names.attention_output
+        arranged = self._attention.arranges and products.takes_arranged(output)
         if narrowing is Narrowing.QUERIES:
             rows = communicator.last_row(rows, chunk)
             b = rows.buffers
             products.multiply(products.factor(b.normed, names.qkv), names.qkv, b.qkv)
             own = _heads(b)
             self._work.operations.qkv_rope_store(b.qkv, layer, chunk.last_alone(), own)
-            attended = self._attention.of_last(layer, chunk, own.queries, heads)
+            attended = self._attention.of_last(layer, chunk, own.queries, heads, arranged=arranged)
         else:
-            attended = self._attention.of_all(layer, chunk, heads)
+            attended = self._attention.of_all(layer, chunk, heads, arranged=arranged)
         yield from communicator.before_output(layer)
         if narrowing is Narrowing.OUTPUT:
             attended = attended.index_select(0, chunk.last)
             rows = communicator.last_row(rows, chunk)
-        attended = self._with_room(names.attention_output, attended)
-        products.multiply(attended, names.attention_output, communicator.output(2 * layer, rows))
+        attended = self._with_room(output, attended)
+        factor = Arranged(attended) if arranged else attended
+        products.multiply(factor, output, communicator.output(2 * layer, rows))
         yield from communicator.mlp_input(layer, rows, chunk)
         if narrowing is Narrowing.MLP:
             rows = communicator.last_row(rows, chunk)
@@ -100,17 +103,20 @@ class Pass:
 
     def _mlp(self, layer: int, rows: Rows) -> None:
         """What a layer's MLP gives, or its experts and what all tokens take beside them."""
-        out, kind = self._communicator.output(2 * layer + 1, rows), self._work.config.layers[layer]
-        mixtures = self._work.mixtures
-        given: Tensor | None = out
-        if kind.router is not None:
-            assert mixtures is not None, "some layer has experts"
-            given = mixtures.beside[: rows.num_rows] if kind.common_mlp is not None else None
-        if given is not None:
+        kind, mixtures, down = (
+            self._work.config.layers[layer], self._work.mixtures, self.names[layer].down,
+        )  # fmt: skip
+        if kind.router is None:
             activated = self.activate(layer, rows.buffers)
-            self._work.products.multiply(activated, self.names[layer].down, given)
-        if kind.router is not None and mixtures is not None:
-            mixtures(layer, rows.buffers.normed, out, given)
+            self._communicator.give_mlp(layer, rows, activated, down)
+            return
+        assert mixtures is not None, "some layer has experts"
+        beside: Tensor | None = None
+        if kind.common_mlp is not None:
+            beside = mixtures.beside[: rows.num_rows]
+            self._work.products.multiply(self.activate(layer, rows.buffers), down, beside)
+        out = self._communicator.output(2 * layer + 1, rows)
+        mixtures(layer, rows.buffers.normed, out, beside)
 
     @property
     def keys_at(self) -> int:

@@ -88,6 +88,16 @@ class Products:
         x, out = self.lengthened(name, x, out)
         self.multiply_by(x, self.matrix(name)[..., first:, :], out[..., first:])
 
+    def multiply_in_parts(self, x: Factor, name: str, out: Tensor) -> Tensor:
+        """The same, where the next operation can add parts of sums.
+
+        Returns:
+            `out`, or where a kernel makes sums in parts these, [parts, T, rows] fp32, valid until
+            the next call: their sum in this order is what `out` would have.
+        """
+        self.multiply(x, name, out)
+        return out
+
     def num_rows(self, name: str, rows: int) -> int:
         """How many rows the product of a pass of so many rows takes."""
         return self.padded_rows.get((name.rpartition(".")[2], rows), rows) if self.pads else rows

@@ -140,7 +140,7 @@ struct Launch {
   u64 slots;
   const i32* page_table;
   const u32 *query_bounds, *key_bounds;
-  u64 layer, window;
+  u64 layer, window, arranged;
   float scale;
 };
 static Launch launch;
@@ -151,12 +151,13 @@ static void end() {
 }
 static void attend_thread() {
   attend_pages(launch.maps, launch.out, launch.partials, launch.slots, launch.page_table,
-               launch.query_bounds, launch.key_bounds, launch.layer, launch.window, launch.scale);
+               launch.query_bounds, launch.key_bounds, launch.layer, launch.window, launch.scale,
+               launch.arranged);
   end();
 }
 static void merge_thread() {
   merge_splits(launch.out, launch.partials, launch.slots, launch.query_bounds, launch.key_bounds,
-               launch.window, launch.scale, num_blocks);
+               launch.window, launch.scale, num_blocks, launch.arranged);
   end();
 }
 // Whether all blocks ended.
@@ -209,6 +210,7 @@ class HostPages:
         blocks: int = 3,
         slots: int = 0,
         seed: int = 1,
+        arranged: bool = False,
     ) -> Tensor:
         """[rows, Q, D] of the last `tokens` before `stop`; a NaN where nothing was written."""
         tokens = len(queries) if tokens is None else tokens
@@ -226,6 +228,7 @@ class HostPages:
         words = [word for one in maps for word in one]
         words += [out.data_ptr(), partials.data_ptr(), slots, table.data_ptr()]
         words += [query_bounds.data_ptr(), key_bounds.data_ptr(), layer, window or 0]
+        words.append(int(arranged))
         scale = ctypes.c_float(launch_scale(self.form.head_dim))
         given = (ctypes.c_uint64 * (len(words) + 1))(*words)
         ctypes.memmove(ctypes.byref(given, 8 * len(words)), ctypes.byref(scale), 4)

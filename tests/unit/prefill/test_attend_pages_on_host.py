@@ -12,6 +12,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import PAGE_FORMATS
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.attention import visible
+from soloist.prefill.fragments import arranged_columns
 from soloist.prefill.page_form import PageForm
 from unit.prefill.pages_on_host import HostPages, built
 
@@ -107,6 +108,15 @@ def test_it_is_the_definition_whoever_sums_what(case: Case, window: int | None) 
     assert not case.pages.library.is_split(case.shape.tokens, STOP, 0, blocks, slots - 1)
     split = case.attend(first, window=window, blocks=blocks, slots=slots, seed=2)
     assert torch.equal(split, whole)
+
+
+def test_results_may_leave_as_products_take_them(case: Case) -> None:
+    """Of whole items, and of splits that meet in memory."""
+    first = STOP - case.shape.tokens
+    plain = case.attend(first).flatten(1)
+    wanted = plain[:, arranged_columns(plain.shape[1])]
+    for how in ({}, {"blocks": 12, "slots": 99}):
+        assert torch.equal(case.attend(first, arranged=True, **how).flatten(1), wanted)
 
 
 @pytest.mark.parametrize("window", [None, 150])

@@ -196,6 +196,7 @@ def test_operations(
     is_wide = residual_streams_of(config).wide_products(elementwise.DTYPES[dtype])
     delta = torch.randn(rows, hidden, device="cuda").to(torch.float32 if is_wide else dtype)
     other = torch.randn(rows, hidden, device="cuda").to(delta.dtype)
+    parts = torch.randn(4, rows, hidden, device="cuda")
     product = torch.randn(rows, a.qkv_rows, device="cuda").to(delta.dtype)
     gate_up = torch.randn(rows, 2 * ffn, device="cuda").to(dtype)
     table = weights["embedding"].to(dtype)
@@ -209,7 +210,8 @@ def test_operations(
         for layer, own in enumerate(e.layers):
             plain, biased = Delta(delta, None), Delta(other, own.attention_output_bias)
             for label, deltas in (
-                ("nothing", []), ("one", [plain]), ("biased", [biased]), ("two", [plain, biased])
+                ("nothing", []), ("one", [plain]), ("biased", [biased]), ("two", [plain, biased]),
+                ("parts", [plain, Delta(parts, own.down_bias)]),
             ):  # fmt: skip
                 for keeps in (True, False):
                     which = f"{label} {keeps} {layer}"

@@ -224,6 +224,9 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
         products.multiply(x, "layers.0.down", out)
         wanted = x.double() @ weights["layers.0.down"].double().T
         assert (out.double() - wanted).norm() <= 4e-3 * wanted.norm()
+        parts = products.multiply_in_parts(x, "layers.0.down", out)
+        assert parts.shape == (4, 20, 64)
+        assert torch.equal(parts.sum(0).to(dtype), out)
     assert {form.parts for form in OnHost.libraries} >= {4}
 
 

@@ -19,13 +19,15 @@ from soloist.megakernel.partition import RowOrder
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.weight_format import format_of
 from soloist.model.dtype import Dtype
-from soloist.prefill.fragments import arranged_columns, fragments, tiled
+from soloist.prefill.fragments import GROUP_FRAGMENTS, arranged_columns, fragments, tiled
 from soloist.prefill.packed_form import (
     ARCH,
     ENTRY,
     MOST_PARTED_TOKENS,
     QUANTIZE_ENTRY,
     ROWS_ENTRIES,
+    SLICED_TOKEN_SLOTS,
+    SLICED_WIDTH,
     TOKEN_SLOTS,
     WIDTHS,
     Form,
@@ -163,6 +165,30 @@ def test_no_operand_changes_under_a_product(kind: str, tmp_path: Path) -> None:
         assert overwritten(file, nvdisasm) == []
 
 
+def sliced(form: Form) -> Form:
+    return replace(form, sliced=True, token_slots=SLICED_TOKEN_SLOTS)
+
+
+@pytest.mark.parametrize("kind", some(["plain", "int4", "fp8-block", "int8-zeros"], ("plain",)))
+def test_no_operand_changes_where_groups_have_slices(kind: str, tmp_path: Path) -> None:
+    if (nvdisasm := disassembler()) is None:
+        pytest.skip("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+    matrix = packed_matrix(kind, SHAPES["one block"]).operation.matrix
+    for out in (Out.VALUES, Out.WIDE, Out.ARRANGED):
+        form = sliced(form_of(matrix, Dtype.BF16, SLICED_WIDTH, out))
+        file = tmp_path / "product.cubin"
+        file.write_bytes(compiled(form).data)
+        assert overwritten(file, nvdisasm) == []
+
+
+def test_slices_have_slots_of_their_own() -> None:
+    matrix = packed_matrix("plain", SHAPES["one block"]).operation.matrix
+    form = sliced(form_of(matrix, Dtype.BF16, SLICED_WIDTH, Out.VALUES))
+    assert form.weight_slots % 2 == form.token_slots % 2 == 0
+    assert form.fragments == GROUP_FRAGMENTS
+    assert form.shared_bytes <= TYPICAL[ARCH].shared_bytes - 1024
+
+
 def test_kernels_beside_them_compile() -> None:
     for dtype in (Dtype.BF16, Dtype.FP16):
         cubin = compile_source(rows_source(format_of(dtype), dtype, 4), ARCH)
@@ -274,6 +300,25 @@ def test_groups_without_rows_give_back_what_comes_on_the_gpu(
     for _ in range(20):
         seen = multiplied(case, form, x, each, tmp_path)
         assert (seen.double() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16], ids=lambda d: d.value)
+@pytest.mark.parametrize("kind", ["plain", "int4", "fp8-block", "int8-zeros"])
+def test_slices_are_added_on_the_gpu(kind: str, dtype: Dtype, tmp_path: Path) -> None:
+    """With one tile to a block and with several; the same bits whatever lies beside a row."""
+    needs_hopper()
+    draw = torch.Generator("cuda").manual_seed(0)
+    for rows in (1024, 8192 + 64):
+        case = packed_matrix(kind, (rows, 2048, SHAPES["one block"][2], 100, 3), dtype)
+        x = torch.randn(128, 2048, generator=draw, device="cuda").to(case.numbers.dtype)
+        wanted = x.double() @ case.numbers.cuda().double().T
+        form = sliced(form_of(case.operation.matrix, dtype, SLICED_WIDTH, Out.VALUES))
+        whole = multiplied(case, form, x, form.fragments, tmp_path)
+        assert (whole.double() - wanted).norm() <= BOUNDS[x.dtype] * wanted.norm()
+        for tokens, each in ((128, 3), (70, 4), (1, 2)):
+            seen = multiplied(case, form, x[:tokens].contiguous(), each, tmp_path)
+            assert torch.equal(seen, whole[:tokens])
 
 
 @pytest.mark.gpu

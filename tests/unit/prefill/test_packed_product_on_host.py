@@ -14,7 +14,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import arranged_columns, fragments, tiled
-from soloist.prefill.packed_form import Form, Out, form_of, rows_source
+from soloist.prefill.packed_form import SLICED_TOKEN_SLOTS, Form, Out, form_of, rows_source
 from unit.prefill.eight_bits import in_order, quantised_rows
 from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
 from unit.prefill.packed_on_host import built, built_numbers
@@ -176,6 +176,27 @@ def test_mistakes_show(mistake: str, tmp_path: Path) -> None:
     close(right, x.double() @ case.numbers.double().T, 3e-3)
     wrong = product(case, own, x, tmp_path / "wrong", 8, changes=MISTAKES[mistake])
     assert not torch.equal(wrong, right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "out", "each", "tokens", "width"),
+    [("plain", Out.VALUES, 4, 130, 64), ("plain", Out.WIDE, 3, 9, 8),
+     ("int4", Out.VALUES, 2, 70, 64), ("int4", Out.ARRANGED, 4, 70, 64)],
+)  # fmt: skip
+def test_groups_may_have_a_slice_of_the_columns_each(
+    kind: str, out: Out, each: int, tokens: int, width: int, tmp_path: Path
+) -> None:
+    """With several tiles to a block, whose sums go through the same shared memory."""
+    case = packed_matrix(kind, SHAPES["gate and up" if out is Out.ARRANGED else "two groups"])
+    x = activations(case, tokens)
+    own = form(case, width, out, sliced=True, token_slots=SLICED_TOKEN_SLOTS)
+    seen = product(case, own, x, tmp_path, each)
+    wanted = x.double() @ case.numbers.double().T
+    if out is Out.ARRANGED:
+        gate, up = wanted.to(x.dtype).double().chunk(2, dim=1)
+        wanted = torch.nn.functional.silu(gate) * up
+        wanted = wanted[:, arranged_columns(wanted.shape[1])]
+    close(seen, wanted, 6e-3)
 
 
 @pytest.mark.parametrize("out", [Out.GATED, Out.ARRANGED])

@@ -26,6 +26,7 @@ from soloist.model.kv_format import KV_FORMATS, PAGE_FORMATS, KvFormat
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.attention import visible
 from soloist.prefill.elementwise import Chunk
+from soloist.prefill.fragments import arranged_columns
 from soloist.prefill.page_attention import PageAttention
 from soloist.prefill.page_form import (
     ENTRY,
@@ -197,14 +198,17 @@ class OnGpu:
         return self.upload.chunk(torch.zeros(stop - first).int(), first, self.table, stop - first)
 
     def attend(
-        self, first: int, stop: int, window: int | None = None, *, splits: bool = True
-    ) -> Tensor:
+        self, first: int, stop: int, window: int | None = None, *, splits: bool = True,
+        arranged: bool = False,
+    ) -> Tensor:  # fmt: skip
         begin = self.stop - self.tokens
         queries = self.queries[first - begin : stop - begin].contiguous()
         chunk, out = self.chunk(first, stop), torch.full_like(queries, float("nan"))
         kernel = self.kernel if splits else self.unsplit
         stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(queries, chunk, chunk.query_bounds, LAYER, window, out, stream)
+        kernel.launch(
+            queries, chunk, chunk.query_bounds, LAYER, window, out, stream, arranged=arranged
+        )
         return out
 
     def exact(self, window: int | None) -> Tensor:
@@ -252,6 +256,18 @@ def test_bits_do_not_depend_on_how_a_prompt_was_cut(name: str, tmp_path: Path) -
             (2 * SPLIT_KEYS - 1, 2 * SPLIT_KEYS + 1), (2 * SPLIT_KEYS, stop),
         ):  # fmt: skip
             assert torch.equal(case.attend(first, end, window), whole[first - begin : end - begin])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HEADS)
+def test_results_may_leave_as_products_take_them(name: str, tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    for tokens, stop in ((128, 128), (40, 3 * SPLIT_KEYS + 77)):
+        case = OnGpu(form_of(name), tokens, stop, tmp_path)
+        plain = case.attend(stop - tokens, stop).flatten(1)
+        arranged = case.attend(stop - tokens, stop, arranged=True).flatten(1)
+        assert torch.equal(arranged, plain[:, arranged_columns(plain.shape[1])])
 
 
 @pytest.mark.gpu

@@ -184,8 +184,10 @@ class AttendsPages(TorchElementwise):
     attends_pages = True
 
     def attend_pages(
-        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
-    ) -> Tensor:
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor,
+        *, arranged: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert not arranged, "libraries take their order"
         count, stop = int(query_bounds[1]), int(chunk.key_bounds[1])
         keys, values = (x.transpose(0, 1) for x in self.pool.read(layer, chunk.page_table, 0, stop))
         window = self.config.layers[layer].attention.window
@@ -286,8 +288,10 @@ class RowByRow(Products):
 
 class AttendsRowByRow(AttendsPages):
     def attend_pages(
-        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor
-    ) -> Tensor:
+        self, layer: int, chunk: Chunk, queries: Tensor, query_bounds: Tensor,
+        *, arranged: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert not arranged, "libraries take their order"
         out = torch.zeros_like(queries).flatten(1)
         first = chunk.stop - int(query_bounds[1])
         for i in range(int(query_bounds[1])):

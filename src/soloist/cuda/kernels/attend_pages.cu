@@ -5,7 +5,8 @@
 // As in attend_first.cu one warp loads tiles into slots, and two groups of four warps have 64 rows each, in turns on the tensor
 // cores. tile/pass_items.cuh says who does what, and in which order sums are added. What differs is the layout: rows of keys come
 // from a half page in an order that gives a thread neighbouring keys, and odd rows' swapped columns come back from where they are.
-// Values lie in pages with a row for each column, as products want them.
+// Values lie in pages with a row for each column, as products want them. Results may be `arranged`: as products with packed matrices read
+// them (`arranged_column` of prefill/fragments.py).
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
@@ -220,10 +221,11 @@ __device__ __forceinline__ u16* out_row(u16* out, const PassShape& pass, const P
   if (row >= kItemRows || token >= pass.tokens) return nullptr;
   return out + ((static_cast<u64>(token) * kPoolKvHeads + item.head) * kGroupHeads + row % kGroupHeads) * kHeadDim;
 }
-// Sums of rows over their totals, of which every lane of four has a part; of columns from `column` on.
+// Sums of rows over their totals, of which every lane of four has a part; of columns from `column` on, a multiple of 32. A lane has two of
+// each 8 columns: of 32, as products with packed matrices read them, 16 neighbouring bytes.
 template <u32 kCount>
 __device__ __forceinline__ void write(const float (&sums)[kCount], const float (&totals)[2], u16* const (&rows)[2], u32 column,
-                                      u32 lane) {
+                                      bool arranged, u32 lane) {
 #pragma unroll
   for (u32 h = 0; h < 2; ++h) {
     float total = totals[h];
@@ -231,10 +233,17 @@ __device__ __forceinline__ void write(const float (&sums)[kCount], const float (
     total += __shfl_xor_sync(~0u, total, 2);
     const float scale = __frcp_rn(total);
     if (!rows[h]) continue;
+    const auto pair = [&](u32 j) { return pack_pair(sums[4 * j + 2 * h] * scale, sums[4 * j + 2 * h + 1] * scale); };
 #pragma unroll
-    for (u32 j = 0; j < kCount / 4; ++j)
-      *reinterpret_cast<u32*>(rows[h] + column + 8 * j + lane % 4 * 2) =
-          pack_pair(sums[4 * j + 2 * h] * scale, sums[4 * j + 2 * h + 1] * scale);
+    for (u32 j = 0; j < kCount / 4; j += 4) {
+      u16* const to = rows[h] + column + 8 * j;
+      if (arranged) {
+        *reinterpret_cast<uint4*>(to + lane % 4 * 8) = make_uint4(pair(j), pair(j + 1), pair(j + 2), pair(j + 3));
+        continue;
+      }
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) *reinterpret_cast<u32*>(to + 8 * k + lane % 4 * 2) = pair(j + k);
+    }
   }
 }
 
@@ -244,8 +253,8 @@ __device__ __forceinline__ float4* partial(float4* partials, const PassShape& pa
 }
 
 // A warp of those that compute.
-__device__ __forceinline__ void compute(const Places& at, const PassShape& pass, u16* out, float4* partials, float scale, u32 warp,
-                                        u32 lane) {
+__device__ __forceinline__ void compute(const Places& at, const PassShape& pass, u16* out, float4* partials, float scale, bool arranged,
+                                        u32 warp, u32 lane) {
   const u32 group = warp / 4, queries = at.queries + group * kWgmmaRows * kRowBytes, thread = warp * 32 + lane;
   const u32 own_sums = at.sums + thread * 16;
   // The groups' turns on the tensor cores, named barriers 1 and 2: one gives, the other waits.
@@ -368,7 +377,7 @@ __device__ __forceinline__ void compute(const Places& at, const PassShape& pass,
       if (is_last) {
         u16* const to[2] = {out_row(out, pass, item, row), out_row(out, pass, item, row + 8)};
         const float totals[2] = {before[0].total, before[1].total};
-        write(sums, totals, to, 0, lane);
+        write(sums, totals, to, 0, arranged, lane);
       }
     }
   }
@@ -380,7 +389,7 @@ __device__ __forceinline__ void compute(const Places& at, const PassShape& pass,
 extern "C" __global__ void __launch_bounds__(kAttendThreads, 1)
     attend_pages(const __grid_constant__ PageMaps maps, u16* __restrict__ out, float4* __restrict__ partials, u32 slots,
                  const i32* __restrict__ page_table, const u32* __restrict__ query_bounds, const u32* __restrict__ key_bounds,
-                 u32 layer, u32 window, float scale) {
+                 u32 layer, u32 window, float scale, u32 arranged) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ u64 barriers[2 + 2 * kAttendSlots];
   const u32 data = shared_address(shared), first = shared_address(barriers);
@@ -405,14 +414,14 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads, 1)
     if (warp == kComputingWarps && lane == 0) load(at, pass, maps, page_table, layer);
   } else {
     gain_registers<(3 * 168 - kLoading) / 2>();
-    compute(at, pass, out, partials, scale, warp, lane);
+    compute(at, pass, out, partials, scale, arranged, warp, lane);
   }
 }
 
 // Sums of splits to results, where `attend_pages` of so many blocks left them in memory. A block has 32 columns of one pair.
 extern "C" __global__ void __launch_bounds__(kComputing)
     merge_splits(u16* __restrict__ out, const float4* __restrict__ partials, u32 slots, const u32* __restrict__ query_bounds,
-                 const u32* __restrict__ key_bounds, u32 window, float scale, u32 blocks) {
+                 const u32* __restrict__ key_bounds, u32 window, float scale, u32 blocks, u32 arranged) {
   constexpr u32 kParts = kHeadDim / 32, kOwn = kFours / kParts, kAhead = 4;
   const PassShape pass = pass_shape(__ldg(query_bounds + 1), __ldg(key_bounds + 1), window, blocks, slots);
   const u32 pair = blockIdx.x / kParts, part = blockIdx.x % kParts;
@@ -452,5 +461,5 @@ extern "C" __global__ void __launch_bounds__(kComputing)
   }
   u16* const to[2] = {out_row(out, pass, item, row), out_row(out, pass, item, row + 8)};
   const float totals[2] = {rows[0].total, rows[1].total};
-  write(sums, totals, to, part * 32, lane);
+  write(sums, totals, to, part * 32, arranged, lane);
 }

@@ -41,13 +41,23 @@ __device__ __forceinline__ float4 delta_at(const Four* delta, const float4* bias
   return bias ? sum(d, __ldg(bias + i)) : d;
 }
 
+// The sum of parts [parts, T, H] in their order.
+__device__ __forceinline__ float4 sum_of_parts(const float4* parts, u32 count, const float4* bias, u64 row, u32 i) {
+  const u64 apart = static_cast<u64>(gridDim.x) * (kHidden / 4);
+  parts += row + i;
+  float4 d = __ldcs(parts);
+#pragma unroll 2
+  for (u32 k = 1; k < count; ++k) d = sum(d, __ldcs(parts += apart));
+  return bias ? sum(d, __ldg(bias + i)) : d;
+}
+
 // residual [T, H] + (first + bias) + (second + bias), each of which may be absent; out [T, H] = its RMS norm, whose columns may
-// be arranged. The sum is the new residual if it `keeps` it. One block a token.
+// be arranged. The sum is the new residual if it `keeps` it. With `parts` the second one is so many parts in fp32. One block a token.
 template <bool kArranged>
 __device__ __forceinline__ void add_and_norm(float4* __restrict__ residual, const Four* __restrict__ first,
-                                             const float4* __restrict__ first_bias, const Four* __restrict__ second,
+                                             const float4* __restrict__ first_bias, const void* __restrict__ second,
                                              const float4* __restrict__ second_bias, const float4* __restrict__ weight,
-                                             uint2* __restrict__ out, u32 keeps) {
+                                             uint2* __restrict__ out, u32 keeps, u32 parts) {
   constexpr u32 kRow = kHidden / 4, kOwn = (kRow + kThreads - 1) / kThreads;
   const u64 start = static_cast<u64>(blockIdx.x) * kRow;
   float4 x[kOwn];
@@ -58,7 +68,8 @@ __device__ __forceinline__ void add_and_norm(float4* __restrict__ residual, cons
     if (i >= kRow) continue;
     x[j] = __ldcs(residual + start + i);
     if (first) x[j] = sum(x[j], delta_at(first, first_bias, start, i));
-    if (second) x[j] = sum(x[j], delta_at(second, second_bias, start, i));
+    if (parts) x[j] = sum(x[j], sum_of_parts(static_cast<const float4*>(second), parts, second_bias, start, i));
+    else if (second) x[j] = sum(x[j], delta_at(static_cast<const Four*>(second), second_bias, start, i));
     if (keeps) __stcs(residual + start + i, x[j]);
     squares += squares_of(x[j]);
   }
@@ -80,15 +91,15 @@ __device__ __forceinline__ void add_and_norm(float4* __restrict__ residual, cons
 }
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm(float4* __restrict__ residual, const Four* __restrict__ first, const float4* __restrict__ first_bias,
-             const Four* __restrict__ second, const float4* __restrict__ second_bias,
-             const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps) {
-  add_and_norm<false>(residual, first, first_bias, second, second_bias, weight, out, keeps);
+             const void* __restrict__ second, const float4* __restrict__ second_bias,
+             const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps, u32 parts) {
+  add_and_norm<false>(residual, first, first_bias, second, second_bias, weight, out, keeps, parts);
 }
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm_arranged(float4* __restrict__ residual, const Four* __restrict__ first, const float4* __restrict__ first_bias,
-                      const Four* __restrict__ second, const float4* __restrict__ second_bias,
-                      const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps) {
-  add_and_norm<true>(residual, first, first_bias, second, second_bias, weight, out, keeps);
+                      const void* __restrict__ second, const float4* __restrict__ second_bias,
+                      const float4* __restrict__ weight, uint2* __restrict__ out, u32 keeps, u32 parts) {
+  add_and_norm<true>(residual, first, first_bias, second, second_bias, weight, out, keeps, parts);
 }
 
 // Ranks. Products of attention_output and down are parts of sums over all of them. A rank owns some of the chunk's
