@@ -32,7 +32,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import Quantized, label
 from soloist.model.tensors import TensorSpec
-from soloist.prefill.packed_prompts import may_pack_prompts, packs_prompts
+from soloist.prefill.packed_prompts import packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.settings import read_settings
@@ -267,9 +267,9 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     pages = page_form(support.plan, asked=reading.page_attention, shares_gpu=placed.sharing > 1)
-    may_pack = may_pack_prompts(support.plan, asked=reading.packed_prompts)
+    packs = packs_prompts(support.plan, asked=reading.packed_prompts)
     footprint = Footprint(
-        held, tensors(held), dtype, support.plan, may_pack, pages is not None, shape.kv
+        held, tensors(held), dtype, support.plan, packs, pages is not None, shape.kv
     )
     needed_bytes = footprint.require(pooled_tokens, free_bytes).needed_bytes
     # On the first GPU tensors are drawn before they are cut: as much room as all take is more than
@@ -278,7 +278,6 @@ def shape_on_gpu(
     in_parts = parts_bytes(rest, dtype, formats)
     is_staged = needed_bytes + in_parts > free_bytes
     has_room = needed_bytes + max(in_parts, row_bytes(rest, dtype)) <= free_bytes
-    packs = packs_prompts(support.plan, asked=reading.packed_prompts, keeps_rows=has_room)
     home = torch.device("cpu") if is_staged else placed.devices[0]
     kept = {name: shape.stored[name] for name in formats}
     # Drawn on the GPU in any case: the numbers are not to depend on the room.

@@ -87,7 +87,7 @@ def _judged(
     # The engine's modules import torch: seconds that a list without models need not take.
     from soloist.engine.memory import Footprint
     from soloist.engine.support import Support, support_on
-    from soloist.prefill.packed_prompts import may_pack_prompts
+    from soloist.prefill.packed_prompts import packs_prompts
     from soloist.prefill.page_form import page_form
 
     dtype, card = checkpoint.dtype, machine.card
@@ -103,7 +103,7 @@ def _judged(
 
     attends_pages = support.plan is not None and page_form(support.plan) is not None
     footprint = Footprint(
-        config, specs, dtype, support.plan, may_pack_prompts(support.plan), attends_pages
+        config, specs, dtype, support.plan, packs_prompts(support.plan), attends_pages
     )
     if card is None:  # fp32 where it fits, as the engine chooses
         in_fp32 = on_cpu(Dtype.FP32)

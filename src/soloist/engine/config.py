@@ -17,7 +17,7 @@ from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat, KvName, kv_format
 from soloist.model.quantized import AT_LOAD, Codes
 from soloist.model.tensors import TensorSpec
-from soloist.prefill.packed_prompts import may_pack_prompts
+from soloist.prefill.packed_prompts import packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.weights.choice import Rounding
 
@@ -70,8 +70,8 @@ class EngineConfig:
         adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
             it is loaded, before anything is rounded.
         packed_prompts: prompts are read from the packed weights, and rows are never kept. None does
-            so on one Hopper GPU for quantised weights, and for others where rows do not fit
-            (docs/prompts.md).
+            so wherever these products run: on one Hopper GPU, but for models with lanes, mixtures
+            and K-quants (docs/prompts.md).
         eight_bit_prompts: with `packed_prompts`, activations of prompts are rounded to FP8, a scale
             for each token, where they meet matrices in FP8 with one scale per row: for models that
             were made for it. Others lose accuracy. Generated tokens have 16 bits in any case.
@@ -217,7 +217,7 @@ def resolve(
 
     def footprint(dtype: Dtype) -> Footprint:
         specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
-        packed = may_pack_prompts(plan, asked=asked.packed_prompts)
+        packed = packs_prompts(plan, asked=asked.packed_prompts)
         return Footprint(model, specs, dtype, plan, packed, attends_pages(plan), kv)
 
     if asked.precision != "auto":

@@ -249,6 +249,8 @@ class Engine:
                 asked, plan, weights, resolved, placed.devices, host_bytes,
                 keeps_rows=staging.keeps_rows,
             )  # fmt: skip
+        if is_on_gpu:
+            torch.cuda.empty_cache()  # what only loading and packing took
         _save_prompts(
             asked, model, checkpoint, config, resolved, plan, keeps_rows=staging.keeps_rows
         )
@@ -436,7 +438,7 @@ def _kernel(
         eight_bit_prompts=asked.eight_bit_prompts,
     )
     cache = read_settings().cache
-    packs = packs_prompts(plan, asked=asked.packed_prompts, keeps_rows=keeps_rows)
+    packs = packs_prompts(plan, asked=asked.packed_prompts)
     model = load_kernel(
         plan, weights, devices, capacity, cache,
         keep_rows=keeps_rows and not packs, packed_prompts=packs,
@@ -461,9 +463,7 @@ def _save_prompts(
     if asked.cache_dir is None:
         return
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
-    is_packed = plan is not None and packs_prompts(
-        plan, asked=asked.packed_prompts, keeps_rows=keeps_rows
-    )
+    is_packed = packs_prompts(plan, asked=asked.packed_prompts)
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
         asked.rounding, is_packed, asked.eight_bit_prompts, keeps_rows,

@@ -21,7 +21,7 @@ from soloist.model.tensors import TensorSpec
 from soloist.prefill.batched_experts import pieces_at_once
 from soloist.prefill.buffers import prefill_bytes
 from soloist.prefill.expert_form import reads_packed_experts
-from soloist.prefill.packed_form import arranged_bytes, parted_bytes
+from soloist.prefill.packed_form import arranged_bytes, gates_all, parted_bytes
 from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.memory import scratch_bytes
 from soloist.weights.memory import (
@@ -88,7 +88,10 @@ class Footprint:
                 scratch_bytes=scratch_bytes(config, dtype, context_tokens, kv=self.kv),
             )
         num_pages = num_pages_of(context_tokens)
-        prefill = prefill_bytes(config, plan, num_pages, attends_pages=self.page_attention)
+        prefill = prefill_bytes(
+            config, plan, num_pages, attends_pages=self.page_attention,
+            gates=self.packed_prompts and gates_all(plan),
+        )  # fmt: skip
         if not reads_packed_experts(plan):
             at_once = partial(pieces_at_once, hidden_size=config.hidden_size)
             prefill += unpacked_experts_bytes(plan, at_once)

@@ -35,7 +35,7 @@ class Buffers(NamedTuple):
     values: Tensor  # [T, K, D]
     delta: Tensor  # [T, H] product; none where results lie in a ring
     mlp_delta: Tensor  # [T, H] product; the same
-    gate_up: Tensor  # [T, 2 F]
+    gate_up: Tensor  # [T, 2 F]; none where SwiGLU is part of the product
     activated: Tensor  # [T, F]
 
     def rows(self, count: int) -> "Buffers":
@@ -49,7 +49,7 @@ class Buffers(NamedTuple):
             return self
 
         def narrow(buffer: Tensor, width: int) -> Tensor:
-            return buffer.flatten()[: rows * width].view(rows, width)
+            return buffer.flatten()[: rows * width].view(rows, width) if buffer.numel() else buffer
 
         return self._replace(
             gate_up=narrow(self.gate_up, 2 * neurons), activated=narrow(self.activated, neurons)
@@ -62,13 +62,14 @@ class _Kind(Enum):
     VALUE = auto()  # as in the pool
 
 
-def allocate(config: ModelConfig, rows: int, pool: PagePool) -> Buffers:
+def allocate(config: ModelConfig, rows: int, pool: PagePool, *, gates: bool = False) -> Buffers:
     """Buffers of so many rows.
 
     Args:
         config: what the rank has.
         rows: how many.
         pool: says device and dtype.
+        gates: as `Products.gates_all`.
     """
     is_wide = pool.dtype in DTYPES and residual_streams_of(config).wide_products(DTYPES[pool.dtype])
     dtypes = {
@@ -79,13 +80,18 @@ def allocate(config: ModelConfig, rows: int, pool: PagePool) -> Buffers:
     return Buffers(
         **{
             name: torch.empty((rows, *shape), dtype=dtypes[kind], device=pool.device)
-            for name, (kind, shape) in _shapes(config).items()
+            for name, (kind, shape) in _shapes(config, gates=gates).items()
         }
     )
 
 
 def prefill_bytes(
-    config: ModelConfig, plan: Plan, num_pages: int, *, attends_pages: bool = False
+    config: ModelConfig,
+    plan: Plan,
+    num_pages: int,
+    *,
+    attends_pages: bool = False,
+    gates: bool = False,
 ) -> int:
     """Most that reading prompts takes on a rank, beside weights and a pool of so many pages.
 
@@ -94,10 +100,11 @@ def prefill_bytes(
         plan: of the decode kernel that shares the pool.
         num_pages: of the pool.
         attends_pages: a kernel of ours reads keys and values where they lie.
+        gates: as `Products.gates_all`.
     """
     positions, layout = num_pages * PAGE_POSITIONS, plan.kv_layout
     most_tokens = min(MOST_PASS_TOKENS, positions)
-    buffers = bytes_per_token(config, plan.dtype) * most_tokens
+    buffers = bytes_per_token(config, plan.dtype, gates=gates) * most_tokens
     if reads_packed_experts(plan):
         experts = packed_experts_bytes(plan, most_tokens)
     else:
@@ -115,12 +122,13 @@ def prefill_bytes(
     return buffers + experts + keys + coding + rope + padded + logits
 
 
-def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
+def bytes_per_token(config: ModelConfig, dtype: Dtype, *, gates: bool = False) -> int:
     """Most that a token of a pass takes: buffers, a ring, and attention's result.
 
     Args:
         config: what the rank has (`share_of`).
         dtype: of the pool.
+        gates: as `Products.gates_all`.
     """
     streams, value = residual_streams_of(config), dtype.num_bytes
     sizes = {
@@ -128,7 +136,8 @@ def bytes_per_token(config: ModelConfig, dtype: Dtype) -> int:
         _Kind.PRODUCT: _FP32_BYTES if streams.widens_fp16 else value,
         _Kind.VALUE: value,
     }
-    buffers = sum(prod(shape) * sizes[kind] for kind, shape in _shapes(config).values())
+    shapes = _shapes(config, gates=gates).values()
+    buffers = sum(prod(shape) * sizes[kind] for kind, shape in shapes)
     attended = _attended_bytes(config, dtype)
     each = streams.count * value + _FP32_BYTES  # a module's results, and their sum
     return buffers + attended + streams.ring_modules * each * config.hidden_size
@@ -145,7 +154,7 @@ def num_bytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
+def _shapes(config: ModelConfig, *, gates: bool) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
     """Of each buffer what it holds, and the shape of a row."""
     a = config.layers[0].attention
     mlps = (layer.common_mlp for layer in config.layers)
@@ -161,6 +170,6 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[_Kind, tuple[int, ...]]]:
         "values": (_Kind.VALUE, (a.num_kv_heads, a.head_dim)),
         "delta": (_Kind.PRODUCT, (given,)),
         "mlp_delta": (_Kind.PRODUCT, (given,)),
-        "gate_up": (_Kind.VALUE, (2 * ffn,)),
+        "gate_up": (_Kind.VALUE, (0 if gates else 2 * ffn,)),
         "activated": (_Kind.VALUE, (ffn,)),
     }

@@ -56,7 +56,9 @@ class Workspace:
     ) -> None:
         self.config, self.streams, self.pool = config, residual_streams_of(config), pool
         self.operations, self.products = operations, products
-        self.buffers, self.last = (allocate(config, rows, pool) for rows in (most_tokens, 1))
+        self.buffers, self.last = (
+            allocate(config, rows, pool, gates=products.gates_all) for rows in (most_tokens, 1)
+        )
         logits = (1, config.vocab_size)
         self.logits = torch.empty(logits, dtype=widest(pool), device=pool.device)
         self.attended: Tensor | None = None

@@ -320,6 +320,15 @@ def arranged_bytes(plan: Plan, most_tokens: int) -> int:
     return most_tokens * widest * plan.dtype.num_bytes
 
 
+def gates_all(plan: Plan) -> bool:
+    """Whether gate and up of no layer are ever written: a product has SwiGLU with it."""
+    return all(
+        "gate_up_bias" not in kind.vectors
+        and kind.operations["gate_up"].matrix.order is RowOrder.PAIRED
+        for kind in plan.image.kinds
+    )
+
+
 def parts_of(columns: int) -> list[int]:
     """Into how many equal parts columns can be cut, of an even number of chunks each."""
     chunks = num_chunks(columns)

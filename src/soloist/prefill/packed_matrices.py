@@ -39,6 +39,7 @@ from soloist.prefill.packed_form import (
     arranged_bytes,
     can_slice,
     form_of,
+    gates_all,
     parted_bytes,
     parts_of,
     rows_source,
@@ -105,7 +106,7 @@ class PackedMatrices(Products):
         require_packed_prompts(plan)
         if eight_bits:
             require_eight_bit_prompts(plan)
-        self._eight_bits = eight_bits
+        self._eight_bits, self.gates_all = eight_bits, gates_all(plan)
         self._plan, self._packed, self._cache_root = plan, packed, cache_root
         self._columns = columns
         image = packed.image

@@ -52,8 +52,8 @@ def require_eight_bit_prompts(plan: Plan) -> None:
     )  # fmt: skip
 
 
-def may_pack_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
-    """Whether prompts are read from packed weights where no rows are kept: what memory counts.
+def packs_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
+    """Whether prompts are read from the packed weights, and no rows are kept.
 
     Args:
         plan: of the decode kernel; None is the reference's.
@@ -66,21 +66,3 @@ def may_pack_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
     except ShapeUnsupported:
         return False
     return True
-
-
-def packs_prompts(plan: Plan, *, asked: bool | None, keeps_rows: bool) -> bool:
-    """Whether prompts are read from the packed weights.
-
-    Rows of 16-bit weights beside them are a little quicker for short prompts, so they are kept
-    where there is room. Of quantised weights rows would take several times their room.
-
-    Args:
-        plan: of the decode kernel.
-        asked: for or against; None: the default.
-        keeps_rows: rows fit beside the packed weights.
-    """
-    if asked is not None:
-        return asked
-    layers = [op.matrix for kind in plan.image.kinds for op in kind.operations.values()]
-    is_quantised = any(matrix.format.meaning is not None for matrix in layers)
-    return may_pack_prompts(plan) and (is_quantised or not keeps_rows)

@@ -38,9 +38,11 @@ class Products:
         experts: as given.
         padded_rows: as of `Widths.products`.
         pads: whether these count: not in a pass whose rows may have bits of their own.
+        gates_all: `gated` is never None, so nobody needs room for gate and up.
     """
 
     in_rows = True
+    gates_all = False
 
     def __init__(
         self, matrices: Matrices, experts: ExpertMatrices | ExpertProducts | None = None

@@ -28,7 +28,6 @@ from soloist.prefill.fragments import Tiling, arranged_column
 from soloist.prefill.packed_form import Form, Out, arranged_bytes, quantize_source, rows_source
 from soloist.prefill.packed_matrices import PackedMatrices, widths_for
 from soloist.prefill.packed_prompts import (
-    may_pack_prompts,
     packs_prompts,
     require_eight_bit_prompts,
     require_packed_prompts,
@@ -293,20 +292,13 @@ def test_what_it_does_not_do_is_refused() -> None:
         )  # fmt: skip
 
 
-def test_prompts_are_packed_where_rows_are_dear() -> None:
-    """By default: rows that do not fit, and those of quantised weights."""
+def test_prompts_are_packed_where_products_can_read_them() -> None:
     hopper, ampere = Gpu("sm_90a", 9, 227 * 1024), Gpu("sm_80", 9, 163 * 1024)
     plain, other = (make_plan(SMALL, Dtype.BF16, gpu) for gpu in (hopper, ampere))
     int4 = make_plan(SMALL, Dtype.BF16, hopper, formats=formats_of(alike(SMALL, "int4")))
-    assert [may_pack_prompts(p) for p in (plain, other, int4, None)] == [True, False, True, False]
-    found = [
-        packs_prompts(plan, asked=asked, keeps_rows=keeps)
-        for plan in (plain, other, int4)
-        for asked in (None, False)
-        for keeps in (True, False)
-    ]
-    assert found == [False, True, *[False] * 6, True, True, False, False]
-    assert packs_prompts(plain, asked=True, keeps_rows=True)
+    assert [packs_prompts(p) for p in (plain, other, int4, None)] == [True, False, True, False]
+    assert not packs_prompts(plain, asked=False)
+    assert packs_prompts(plain, asked=True)
 
 
 def test_tiles_are_as_wide_as_tokens_are_many() -> None:
