@@ -449,6 +449,15 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 ),
             )
         ),
+        # What a model takes of a GPU's memory and of the host's, with the context that a table of
+        # memory is about.
+        "h200-one-copy-startup.json": File(
+            tuple(
+                f"bench startup {_quantized(form, 'llama-3.1-8b')} --precision bf16 "
+                "--context 8192 --runs 2 --kernel-cache warm"
+                for form in ("bf16", "int4", "fp8")
+            )
+        ),
         # Files of about as many bytes: 32 layers in 4 bits, and 8 in 16.
         "h200-quantized-startup.json": File(
             tuple(

@@ -259,6 +259,9 @@ class StartupRow:
             the end of its token, without CUDA's own context; None on a CPU, like the next two.
         gpu_tensors_bytes: part of it for weights, KV cache and buffers.
         kv_cache_bytes: part of these for the KV cache.
+        host_memory_bytes: most memory of the host that the process had in a start that is not
+            timed; files that are mapped do not count.
+        context_tokens: positions of the KV cache.
         program: that was started: 'soloist run', as in older files, or 'soloist serve'. A server is
             asked for a streamed chat once it is ready; total_s ends with the first text.
         ready_s: part of total_s until the server was ready; None of `soloist run`.
@@ -287,6 +290,8 @@ class StartupRow:
     gpu_memory_bytes: int | None = None
     gpu_tensors_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    context_tokens: int | None = None
     program: str = "soloist run"
     ready_s: Spread | None = None
 

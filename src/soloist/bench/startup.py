@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from soloist.bench.client import Client, Refused, Target
 from soloist.bench.clocks import watching
 from soloist.bench.folder import random_model
 from soloist.bench.others import others_counted
+from soloist.bench.process_memory import TreeMemory
 from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
 from soloist.engine.config import GpuCount, Precision, resolve_device
@@ -34,6 +36,8 @@ from soloist.settings import environment_with_cache
 
 _PROMPT = "def fibonacci(n):\n"
 _SERVED = "model"
+# Between two looks at a process's memory.
+_LOOK_S = 0.02
 # A first token may hold part of a character only.
 _CHAT_TOKENS = 8
 
@@ -53,6 +57,7 @@ class Plan:
         accepted_fields: of the model's config.json, that nobody knows.
         gpus: that run the model together, as `soloist run` takes them.
         serves: what is timed is `soloist serve` and a chat with it.
+        context_tokens: positions of the KV cache; None leaves them to the program.
     """
 
     model: str
@@ -64,6 +69,7 @@ class Plan:
     kinds: tuple[rows.KernelCache, ...] = ("warm", "cold")
     accepted_fields: tuple[str, ...] = ()
     serves: bool = False
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Start:
         num_kernels: compiled; 0 where all were in the cache, or none is needed.
         report: what `soloist run --json` printed; of a server nothing.
         ready_s: of total_s, until a server was ready.
+        host_bytes: most memory of the host that the process had, where somebody looked; files that
+            are mapped do not count.
     """
 
     total_s: float
@@ -86,6 +94,7 @@ class Start:
     num_kernels: int
     report: dict[str, Any]
     ready_s: float | None = None
+    host_bytes: int | None = None
 
 
 def measure(plan: Plan) -> list[rows.StartupRow]:
@@ -112,8 +121,8 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
         if "compiled" in plan.kinds and device != "cpu":
             _fill(plan, model, Path(kept))
         run = replace(plan, serves=False)
-        report = _start(_command(run, model, device), Path(kept)).report
-        compiles = report["executor"] == "decode kernel"
+        first = _start(_command(run, model, device), Path(kept), watches=True)
+        compiles = first.report["executor"] == "decode kernel"
         if plan.serves:
             start(kept)  # what only a server imports and compiles
         starts: dict[rows.KernelCache, list[Start]] = {}
@@ -127,7 +136,7 @@ def measure(plan: Plan) -> list[rows.StartupRow]:
                 with tempfile.TemporaryDirectory() as empty:
                     starts["cold"].append(start(empty))
     return [
-        replace(_row(plan, kind, of_kind, report, watch.clocks), others_cores=others.cores)
+        replace(_row(plan, kind, of_kind, first, watch.clocks), others_cores=others.cores)
         for kind, of_kind in starts.items()
     ]
 
@@ -147,6 +156,8 @@ def _command(plan: Plan, model: str, device: str) -> list[str]:
     asked = ["run", model, "--prompt", _PROMPT, "--max-tokens", "1", "--ignore-eos", "--json"]
     if plan.serves:
         asked = ["serve", model, "--port", "0", "--name", _SERVED]
+    if plan.context_tokens is not None:
+        asked += ["--context", str(plan.context_tokens)]
     return [
         sys.executable, "-m", "soloist", *asked,
         "--device", first, *_options(plan),
@@ -172,7 +183,8 @@ def _fill(plan: Plan, model: str, cache: Path) -> None:
         raise RunFailed(done.stderr.decode(errors="replace"))
 
 
-def _start(command: list[str], cache: Path) -> Start:
+def _start(command: list[str], cache: Path, *, watches: bool = False) -> Start:
+    """One process; where it `watches` its memory it is slower, and nobody counts its time."""
     before = _builds(cache)
     start = time.perf_counter()
     with subprocess.Popen(  # noqa: S603 - this program itself
@@ -183,6 +195,7 @@ def _start(command: list[str], cache: Path) -> Start:
         bufsize=0,  # what follows the first byte stays in the pipe
     ) as process:
         assert process.stdout is not None
+        most = _watched(process) if watches else None
         # The report is printed at the only token's end.
         first = process.stdout.read(1)
         total_s = time.perf_counter() - start
@@ -191,7 +204,28 @@ def _start(command: list[str], cache: Path) -> Start:
         raise RunFailed(err.decode(errors="replace"))
     report = json.loads(first + rest)
     new = _new_builds(cache, before)
-    return Start(total_s, report["load_s"], covered_s(new), len(new), report)
+    host_bytes = None if most is None else most()
+    return Start(total_s, report["load_s"], covered_s(new), len(new), report, None, host_bytes)
+
+
+def _watched(process: "subprocess.Popen[bytes]") -> Callable[[], int]:
+    """Look at the memory of a process until it ends; call for the most that was seen."""
+    memory, most = TreeMemory(process.pid), 0
+
+    def look() -> None:
+        nonlocal most
+        while process.poll() is None:
+            most = max(most, memory.read())
+            time.sleep(_LOOK_S)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+
+    def found() -> int:
+        looking.join()
+        return most
+
+    return found
 
 
 def _start_server(command: list[str], cache: Path) -> Start:
@@ -286,9 +320,10 @@ def _row(
     plan: Plan,
     kind: rows.KernelCache,
     starts: list[Start],
-    report: dict[str, Any],
+    first: Start,
     clocks: rows.Clocks | None,
 ) -> rows.StartupRow:
+    report = first.report
     memory = report["gpu_memory"] or {}
     weights_s = [s.weights_s for s in starts if s.weights_s is not None]
     others = [s.total_s - s.weights_s - s.kernels_s for s in starts if s.weights_s is not None]
@@ -312,6 +347,8 @@ def _row(
         gpu_memory_bytes=memory.get("taken_bytes"),
         gpu_tensors_bytes=memory.get("tensors_bytes"),
         kv_cache_bytes=memory.get("kv_bytes"),
+        host_memory_bytes=first.host_bytes,
+        context_tokens=report["context_tokens"],
         program="soloist serve" if plan.serves else "soloist run",
         ready_s=rows.Spread.of(ready_s) if ready_s else None,
         **record.origin("torch"),

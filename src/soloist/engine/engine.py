@@ -249,8 +249,6 @@ class Engine:
                 asked, plan, weights, resolved, placed.devices, host_bytes,
                 keeps_rows=staging.keeps_rows,
             )  # fmt: skip
-        if is_on_gpu:
-            torch.cuda.empty_cache()  # what only loading and packing took
         _save_prompts(
             asked, model, checkpoint, config, resolved, plan, keeps_rows=staging.keeps_rows
         )
@@ -446,6 +444,7 @@ def _kernel(
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:
         model.prepare()
+    torch.cuda.empty_cache()  # what only loading and packing took
     return model
 
 

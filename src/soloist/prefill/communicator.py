@@ -18,8 +18,8 @@ from soloist.prefill.experts import ExpertProducts, MixturePass
 from soloist.prefill.products import Factor, Products
 from soloist.prefill.residual_streams import residual_streams_of
 
-# Layers before each cut of a recorded pass. Even of few tokens a layer lasts some six times as long as
-# launching it takes: the next graph may have four times as many, and its start is hidden.
+# Layers before each cut of a recorded pass. Even of few tokens a layer lasts some six times as long
+# as launching it takes: the next graph may have four times as many, and its start is hidden.
 _CUTS = frozenset(accumulate(4**i for i in range(4)))
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.

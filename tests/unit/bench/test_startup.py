@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from soloist.errors import RunFailed, ServerFailed
 
 REPORT = {
     "device": "a GPU", "precision": "bf16", "weights": "int4", "load_s": 2.0,
-    "checkpoint_bytes": 100, "gpu_memory": None,
+    "checkpoint_bytes": 100, "gpu_memory": None, "context_tokens": 64,
 }  # fmt: skip
 MEMORY = {"taken_bytes": 170, "tensors_bytes": 160, "kv_bytes": 50}
 
@@ -24,7 +25,7 @@ def test_warm_runs_follow_one_that_is_not_timed(
 ) -> None:
     caches: list[Path] = []
 
-    def start(_command: list[str], cache: Path) -> startup.Start:
+    def start(_command: list[str], cache: Path, **_: bool) -> startup.Start:
         is_new = cache not in caches
         caches.append(cache)
         kernels_s = 10.0 if is_new else 0.0
@@ -65,7 +66,7 @@ def test_a_cache_that_was_filled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         (Path(command[command.index("--output") + 1]) / "kernels").mkdir()
         return subprocess.CompletedProcess(command, 0, b"", b"")
 
-    def start(_command: list[str], cache: Path) -> startup.Start:
+    def start(_command: list[str], cache: Path, **_: bool) -> startup.Start:
         assert (cache / "kernels").is_dir()
         return startup.Start(3.5, 2.0, 0.0, 0, {**REPORT, "executor": "decode kernel"})
 
@@ -156,3 +157,20 @@ def test_a_process_that_fails(told: str, message: str, hint: str) -> None:
     error = RunFailed(told)
     assert error.message.endswith(message)
     assert hint in error.hint
+
+
+def test_the_start_that_is_not_timed_is_watched(tmp_path: Path) -> None:
+    """Its memory, also once it has ended."""
+    program = "import time; x = bytearray(200 << 20); time.sleep(0.5); print('{\"load_s\": 1.0}')"
+    command = [sys.executable, "-c", program]
+    found = startup._start(command, tmp_path, watches=True)
+    assert found.host_bytes is not None
+    assert found.host_bytes > 200 << 20
+    assert startup._start(command, tmp_path).host_bytes is None
+
+
+def test_a_context_is_that_of_the_program() -> None:
+    plan = startup.Plan("a/model", None, "cpu", "auto", 2, context_tokens=8192)
+    for serves in (False, True):
+        command = startup._command(replace(plan, serves=serves), "a/model", "cpu")
+        assert command[command.index("--context") + 1] == "8192"

@@ -14,6 +14,7 @@ from plan.shapes import PUBLIC
 from soloist.engine.memory import Footprint
 from soloist.errors import SettingError, ShapeUnsupported
 from soloist.jit.source import Source
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL, Gpu
 from soloist.megakernel.packed_weights import PackedWeights
@@ -24,8 +25,16 @@ from soloist.model.families.dense import decoder_tensors
 from soloist.model.quantized import Codes, Quantized
 from soloist.parallel.share import Share
 from soloist.prefill import packed_matrices
+from soloist.prefill.buffers import prefill_bytes
 from soloist.prefill.fragments import Tiling, arranged_column
-from soloist.prefill.packed_form import Form, Out, arranged_bytes, quantize_source, rows_source
+from soloist.prefill.packed_form import (
+    Form,
+    Out,
+    arranged_bytes,
+    gates_all,
+    quantize_source,
+    rows_source,
+)
 from soloist.prefill.packed_matrices import PackedMatrices, widths_for
 from soloist.prefill.packed_prompts import (
     packs_prompts,
@@ -186,6 +195,22 @@ def test_norms_leave_as_products_take_them(kind: str, monkeypatch: pytest.Monkey
         assert seen == of_attention
     else:
         assert len(seen) > len(of_attention)
+
+
+def test_gate_and_up_have_no_room_where_nobody_writes_them() -> None:
+    for name, gates in (("untied", True), ("biases", False)):
+        plan, packed, own = packed_model(MODELS[name], None)
+        products = PackedMatrices(plan, packed, {}, TOKENS, None)
+        assert products.gates_all == gates
+        pool = PagePool(2, 2, 32, 3, torch.bfloat16, CPU)
+        part = Part(Share(MODELS[name], 1, 0), products, own, pool, most_tokens=TOKENS)
+        assert (part.work.buffers.gate_up.numel() == 0) == gates
+        assert gates_all(plan) == gates
+        of_both = [
+            prefill_bytes(MODELS[name], plan, 3, attends_pages=True, gates=on)
+            for on in (False, True)
+        ]
+        assert of_both[0] - of_both[1] == min(2048, 3 * PAGE_POSITIONS) * 2 * 96 * 2
 
 
 def test_a_words_place_is_that_of_its_columns(folder: Path) -> None:

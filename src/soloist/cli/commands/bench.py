@@ -290,6 +290,7 @@ def startup(
     serve: Annotated[
         bool, typer.Option("--serve", help="Time soloist serve, to the first text of a chat.")
     ] = False,
+    context: o.Context = None,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
@@ -309,7 +310,7 @@ def startup(
     plan = bench_startup.Plan(
         model or o.DEFAULT_MODEL, shape, device, checked, runs, o.parsed_gpus(gpus),
         o.chosen("--kernel-cache", kernel_cache, _KERNEL_CACHES),
-        o.accepted_fields(accept_field, shape), serve,
+        o.accepted_fields(accept_field, shape), serve, context,
     )  # fmt: skip
     rows = bench_startup.measure(plan)
     results.show(rows, tables.show_startup, output, as_json=json)
