@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from soloist.engine import Engine, EngineConfig
 from soloist.model.folder import shipped_folder
@@ -416,6 +417,25 @@ def test_accuracy_of_a_given_text(soloist, tmp_path):
     assert "at least 4,001 tokens" in refused.err
 
 
+@pytest.mark.gpu
+def test_accuracy_of_prompts_in_eight_bits(soloist):
+    """étude was not made for it: that costs more than 16-bit arithmetic, and not much."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    done = soloist(
+        "bench", "accuracy", "etude", "--precision", "bf16", "--weights", "fp8", "--prompts",
+        "--packed-prompts", "--eight-bit-prompts", "--positions", 64, "--json",
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    decode, prompts = json.loads(done.out)
+    assert decode["engine"] == "soloist, decode kernel"
+    assert prompts["engine"] == "soloist, prompts in 8 bits"
+    assert decode["weights"] == prompts["weights"]
+    assert len(decode["same_bits"]) == 5
+    assert prompts["same_bits"] == []
+    assert 0 < decode["mean_kl"] < prompts["mean_kl"] < 0.05
+
+
 @SUBJECTS
 def test_startup(soloist, tmp_path, subject):
     file = tmp_path / "rows.json"
@@ -489,6 +509,11 @@ def test_a_start_that_fails_says_why(soloist, tmp_path):
         (("accuracy", "etude", "--against", "vllm"), "vllm"),
         (("accuracy", "etude", "--repeats", -1), "--repeats"),
         (("accuracy", "etude-draft", "--device", "cpu", "--repeats", 2), "decode kernel only"),
+        (("accuracy", "etude-draft", "--device", "cpu", "--prompts"), "decode kernel only"),
+        (("accuracy", "etude-draft", "--packed-prompts"), "add --prompts"),
+        (("accuracy", "etude-draft", "--no-packed-prompts"), "add --prompts"),
+        (("accuracy", "etude-draft", "--prompts", "--eight-bit-prompts"), "add --packed-prompts"),
+        (("accuracy", "etude", "--prompts", "--positions", 2049), "at most 2,048"),
         (("accuracy", "--shape", SHAPE, "--text", "x"), "--text"),
         (("accuracy", "etude-draft", "--device", "cpu", "--text", "nowhere"), "nowhere"),
         (("startup", "etude", "--shape", SHAPE), "MODEL"),

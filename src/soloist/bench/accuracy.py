@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from soloist.bench import record, rows
-from soloist.bench.agreement import agreement, forced_logits, require_same_bits
+from soloist.bench.agreement import agreement, forced_logits, prompt_logits, require_same_bits
 from soloist.bench.caches import free
 from soloist.bench.decode import python_prompt
 from soloist.bench.folder import numbers_model, random_model
@@ -22,7 +22,12 @@ from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import NOT_ROUNDED, random_prompt
 from soloist.bench.text import text_of
 from soloist.engine import Engine, EngineConfig
-from soloist.engine.config import GpuCount, Precision, resolve_device
+from soloist.engine.config import (
+    GpuCount,
+    Precision,
+    require_packed_eight_bits,
+    resolve_device,
+)
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
@@ -37,6 +42,7 @@ from soloist.model.families import read_config, tensors
 from soloist.model.folder import config_file, find_model
 from soloist.model.kv_format import KvName
 from soloist.model.torch_types import Weights
+from soloist.prefill.widths import MOST_PASS_TOKENS
 from soloist.reference.build import build_reference
 from soloist.reference.device import Reference
 from soloist.reference.memory import REFERENCE_CHUNK_TOKENS
@@ -67,6 +73,8 @@ class Plan:
             'unquantised'.
         accepted_fields: of the model's config.json, that nobody knows.
         kv: what Soloist stores keys and values as; with it, precision may be 'fp32'.
+        prompts: also measure passes that read prompts.
+        packed_prompts, eight_bit_prompts: as of `EngineConfig`, with `prompts` only.
     """
 
     model: str
@@ -81,6 +89,9 @@ class Plan:
     rounding: Rounding = NOT_ROUNDED
     accepted_fields: tuple[str, ...] = ()
     kv: KvName | None = None
+    prompts: bool = False
+    packed_prompts: bool | None = None
+    eight_bit_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +119,17 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What one engine made of the text: logits [T, V], and in how many ways."""
+    """What one engine made of the text: logits [T, V], in how many ways, and how often again."""
 
     engine: str
     logits: Tensor
     weights: str
     same_bits: tuple[str, ...] = ()
+    repeats: int = 0
 
 
 def measure(plan: Plan) -> list[rows.AccuracyRow]:
-    """A row for Soloist's executor and, if asked for, one for the rival or other weights.
+    """A row for Soloist's executor and, if asked for, others: prompts, the rival, other weights.
 
     Raises:
         SettingError: sizes that cannot be measured, or an unknown rival.
@@ -126,17 +138,19 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
     """
     _check(plan)
     device = torch.device(resolve_device(plan.device, devices()))
+    if device.type != "cuda":
+        _require_none_of_the_kernel(plan)
     with _files(plan, device) as files:
         if plan.positions > files.config.context_tokens:
             raise SettingError(
                 "--positions", plan.positions, f"at most {files.config.context_tokens:,}"
             )
         ids, ours = _ours(plan, files, device)
-        read = [ours]
+        read = [*ours]
         free(device)
         if plan.against == "transformers":
             logits = _transformers_logits(files, device, ids[:-1])
-            read.append(_Read("transformers forward", logits, ours.weights))
+            read.append(_Read("transformers forward", logits, ours[0].weights))
             free(device)
         right = _reference_logits(_fp32_reference(files.chosen, files, device), ids[:-1])
         targets = torch.tensor(ids[1:])
@@ -144,8 +158,8 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
         if plan.against == "unquantised":
             free(device)
             right = _reference_logits(_fp32_reference(files.plain, files, device), ids[:-1])
-            row = _row(plan, files, device, ours, right, targets)
-            made.append(replace(row, fp32_weights="unquantised"))
+            others = [_row(plan, files, device, one, right, targets) for one in ours]
+            made += [replace(row, fp32_weights="unquantised") for row in others]
     return made
 
 
@@ -167,6 +181,40 @@ def _check(plan: Plan) -> None:
         raise SettingError(
             "--text", str(plan.text), "only without --shape, which uses random tokens"
         )
+    _check_prompts(plan)
+
+
+def _check_prompts(plan: Plan) -> None:
+    packed, eight_bits = plan.packed_prompts, plan.eight_bit_prompts
+    require_packed_eight_bits(EngineConfig(packed_prompts=packed, eight_bit_prompts=eight_bits))
+    if not plan.prompts:
+        packing = "--no-packed-prompts" if packed is False else "--packed-prompts"
+        for option, is_asked in (
+            ("--eight-bit-prompts", eight_bits), (packing, packed is not None),
+        ):  # fmt: skip
+            if is_asked:
+                raise SettingError(
+                    option, "on", "only with --prompts, which measures how prompts are read",
+                    "add --prompts",
+                )  # fmt: skip
+    elif plan.positions > MOST_PASS_TOKENS:
+        raise SettingError(
+            "--positions", plan.positions,
+            f"at most {MOST_PASS_TOKENS:,} with --prompts: one pass reads them all",
+        )  # fmt: skip
+
+
+def _require_none_of_the_kernel(plan: Plan) -> None:
+    """Refuse options that the reference does not have."""
+    given = {"--repeats": plan.repeats, "--prompts": "on" if plan.prompts else ""}
+    for option, value in given.items():
+        if value:
+            raise SettingError(
+                option,
+                value,
+                "on the decode kernel only",
+                f"leave out {option} where the reference runs",
+            )
 
 
 @contextmanager
@@ -188,8 +236,11 @@ def _opened(plan: Plan, folder: Path) -> _Files:
     return _Files(folder.name, folder, chosen, checkpoint, dtype, plan.accepted_fields)
 
 
-def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _Read]:
-    """The text, T + 1 tokens, and what the executor that requests use makes of it."""
+def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], list[_Read]]:
+    """The text, T + 1 tokens, and what the executor that requests use makes of it.
+
+    The first is what decoding makes of it, the next, if asked for, what prompts do.
+    """
     room = max(plan.positions, 2 * _REPEATED_TOKENS)
     engine = Engine.load(
         EngineConfig(
@@ -202,6 +253,8 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
             head_weights=plan.rounding.head,
             accepted_fields=plan.accepted_fields,
             kv=plan.kv,
+            packed_prompts=plan.packed_prompts,
+            eight_bit_prompts=plan.eight_bit_prompts,
         )
     )
     weights = engine.report.weights
@@ -211,13 +264,18 @@ def _ours(plan: Plan, files: _Files, device: torch.device) -> tuple[list[int], _
         logits, same_bits = _kernel_logits(decoder, vocab, ids[:-1])
         _require_repeats(plan.repeats, decoder, ids)
         gpus = engine.resolved.num_gpus
-        name = "soloist, decode kernel" + (f" on {gpus} GPUs" if gpus > 1 else "")
-        return ids, _Read(name, logits.to(device), weights, same_bits)
-    if plan.repeats:
-        raise SettingError("--repeats", plan.repeats, "on the decode kernel only")
+        where = f" on {gpus} GPUs" if gpus > 1 else ""
+        name = f"soloist, decode kernel{where}"
+        ours = [_Read(name, logits.to(device), weights, same_bits, plan.repeats)]
+        if plan.prompts:
+            name = f"soloist, prompts{' in 8 bits' if plan.eight_bit_prompts else ''}{where}"
+            logits = prompt_logits(engine.model.prefill, ids[:-1], engine.model.page_tables[0])
+            ours.append(_Read(name, logits.to(device), weights))
+        return ids, ours
+    _require_none_of_the_kernel(plan)
     assert isinstance(engine.model, ReferenceModel), "the only other executor"
     logits = _reference_logits(engine.model.reference, ids[:-1])
-    return ids, _Read("soloist, reference", logits, weights)
+    return ids, [_Read("soloist, reference", logits, weights)]
 
 
 def _token_ids(plan: Plan, engine: Engine) -> list[int]:
@@ -337,7 +395,7 @@ def _row(
         nll_standard_error=a.nll_standard_error,
         top_1_agreement=a.top_1,
         same_bits=read.same_bits,
-        repeats=plan.repeats if is_ours else 0,
+        repeats=read.repeats,
         weights=read.weights,
         kv=plan.kv or "" if is_ours else "",
         by_position=_stretches(right, read.logits, targets),

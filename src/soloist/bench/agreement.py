@@ -1,4 +1,4 @@
-"""How far logits are from others of the same text, and the kernel's logits of a given text."""
+"""How far logits are from others of the same text; the kernel's and prompts' of a given text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from soloist.errors import BitsDiffer
 from soloist.megakernel.launch import Query
 from soloist.megakernel.ranks import Launcher
+from soloist.prefill.runner import Prefill
 
 # Positions compared at once: distributions are computed in fp64.
 _CHUNK = 64
@@ -108,6 +109,24 @@ def forced_logits(
         parts.append(kept.flatten(0, 1)[:, :vocab_size])
         begin = end
     return torch.cat(parts)
+
+
+def prompt_logits(prefill: Prefill, token_ids: Sequence[int], page_table: Sequence[int]) -> Tensor:
+    """fp32 logits [T, V] after each token of a given text, each from a pass of its own.
+
+    A pass computes those of its last token alone, so every beginning of the text is a prompt.
+
+    Args:
+        prefill: with passes of as many tokens as the text has.
+        token_ids: [T].
+        page_table: pages with room for them; what they hold is overwritten.
+    """
+    found = []
+    for stop in range(1, len(token_ids) + 1):
+        logits = prefill.run(token_ids[:stop], 0, page_table, want_logits=True)
+        assert logits is not None, "logits were asked for"
+        found.append(logits.clone())
+    return torch.stack(found)
 
 
 def require_same_bits(what: str, first: Tensor, second: Tensor) -> None:

@@ -319,7 +319,8 @@ class AccuracyRow:
 
     Attributes:
         bench: 'accuracy'.
-        engine: the engine that was measured.
+        engine: the engine that was measured; 'soloist, prompts' where each beginning of the text
+            was read as a prompt, by one pass, 'in 8 bits' with activations in FP8.
         shape: name of the model.
         device: name of the processor, with the cores in use.
         precision: as in `DecodeRow`.

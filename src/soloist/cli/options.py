@@ -53,6 +53,23 @@ HeadWeights = Annotated[
     str | None,
     _model(help="Quantise the LM head too: int4, int8 or fp8; default: it stays in 16 bits."),
 ]
+PackedPrompts = Annotated[
+    bool | None,
+    typer.Option(
+        "--packed-prompts/--no-packed-prompts",
+        help="Read prompts from the packed weights, one copy in memory (one Hopper GPU), or "
+        "from rows beside them.",
+        show_default="packed where weights are quantised, or rows do not fit",
+    ),
+]
+EightBitPrompts = Annotated[
+    bool,
+    typer.Option(
+        "--eight-bit-prompts",
+        help="With --packed-prompts: round activations of prompts to FP8 where matrices are "
+        "FP8 with one scale per row (for models made for it; an experiment).",
+    ),
+]
 Context = Annotated[
     int | None,
     _model(help="Context length in tokens; default: the model's own, or as much as fits."),

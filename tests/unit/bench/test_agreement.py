@@ -1,11 +1,17 @@
 """Distances between logits, and a fake decoder that has a text forced on it."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from soloist.bench.agreement import agreement, forced_logits, require_same_bits
+from soloist.bench.agreement import (
+    agreement,
+    forced_logits,
+    prompt_logits,
+    require_same_bits,
+)
 from soloist.errors import BitsDiffer
 from unit.engine.fakes import VOCAB
 
@@ -81,3 +87,27 @@ def test_every_position_is_run_once_and_in_order(columns: int, rounds: int, leng
     assert logits[:, 0].tolist() == ids
     assert logits[:, 1].tolist() == list(range(length))
     assert all(c <= columns and r <= min(rounds, 12) for c, r in decoder.launches)
+
+
+class Passes:
+    """Passes whose logits, always in the same memory, tell length, last token and sum."""
+
+    def __init__(self, page_table: list[int]) -> None:
+        self.page_table, self.logits = page_table, torch.zeros(VOCAB)
+
+    def run(
+        self, ids: Sequence[int], position: int, pages: Sequence[int], *, want_logits: bool
+    ) -> torch.Tensor:
+        assert want_logits
+        assert (position, pages) == (0, self.page_table)
+        self.logits[:3] = torch.tensor([len(ids), ids[-1], sum(ids)])
+        return self.logits
+
+
+@pytest.mark.parametrize("length", [1, 2, 41])
+def test_every_beginning_of_a_text_is_a_prompt(length: int) -> None:
+    passes, ids = Passes([3, 1, 2]), [(7 * i) % 50 for i in range(length)]
+    logits = prompt_logits(passes, ids, passes.page_table)  # type: ignore[arg-type]
+    assert logits.shape == (length, VOCAB)
+    wanted = [[t + 1, ids[t], sum(ids[: t + 1])] for t in range(length)]
+    assert logits[:, :3].tolist() == wanted

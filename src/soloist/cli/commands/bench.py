@@ -197,23 +197,8 @@ def prefill(
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
     kv: o.Kv = None,
-    packed_prompts: Annotated[
-        bool | None,
-        typer.Option(
-            "--packed-prompts/--no-packed-prompts",
-            help="Read prompts from the packed weights, one copy in memory (one Hopper GPU), or "
-            "from rows beside them.",
-            show_default="packed where weights are quantised, or rows do not fit",
-        ),
-    ] = None,
-    eight_bit_prompts: Annotated[
-        bool,
-        typer.Option(
-            "--eight-bit-prompts",
-            help="With --packed-prompts: round activations of prompts to FP8 where matrices are "
-            "FP8 with one scale per row (for models made for it; an experiment).",
-        ),
-    ] = False,
+    packed_prompts: o.PackedPrompts = None,
+    eight_bit_prompts: o.EightBitPrompts = False,
     page_attention: Annotated[
         bool | None,
         typer.Option(
@@ -336,12 +321,22 @@ def accuracy(
         int,
         typer.Option(help="Also run so many equal launches of 64 tokens and compare their bits."),
     ] = 0,
+    prompts: Annotated[
+        bool,
+        typer.Option(
+            "--prompts",
+            help="Also measure how prompts are read: each beginning of the text by a pass of its "
+            "own, of up to 2,048 positions (on the decode kernel only).",
+        ),
+    ] = False,
     device: o.Device = "auto",
     gpus: o.Gpus = "1",
     precision: o.Precision = "auto",
     weights: o.Weights = None,
     head_weights: o.HeadWeights = None,
     kv: o.Kv = None,
+    packed_prompts: o.PackedPrompts = None,
+    eight_bit_prompts: o.EightBitPrompts = False,
     accept_field: o.AcceptField = None,
     output: o.Output = None,
     json: o.Json = False,
@@ -371,6 +366,9 @@ def accuracy(
         rounding=Rounding(layers, head),
         kv=o.checked_kv(kv),
         accepted_fields=o.accepted_fields(accept_field, shape),
+        prompts=prompts,
+        packed_prompts=packed_prompts,
+        eight_bit_prompts=eight_bit_prompts,
     )
     rows = bench_accuracy.measure(plan)
     results.show(rows, tables.show_accuracy, output, as_json=json)
