@@ -436,6 +436,12 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "h200-quantized-accuracy.json": File(
             (
+                # Prompts in 16 bits and with activations in 8.
+                *(
+                    "bench accuracy etude --precision bf16 --weights fp8 --prompts "
+                    f"--packed-prompts{bits}"
+                    for bits in ("", " --eight-bit-prompts")
+                ),
                 *(
                     f"bench accuracy etude --precision bf16 --weights {rounded} "
                     "--against transformers"
