@@ -128,7 +128,11 @@ _WAYS_OF_ATTENTION = {
     "h100": ("", " --page-attention"),
     "h200": (" --no-page-attention", " --page-attention"),
 }
-_WAYS_OF_PRODUCTS = ("", " --packed-prompts")
+# Those of an H100 are of when rows were the default.
+_WAYS_OF_PRODUCTS = {
+    "h100": ("", " --packed-prompts"),
+    "h200": (" --no-packed-prompts", " --packed-prompts"),
+}
 # Of quantised weights: H100s were recorded when rows were the default.
 _ROWS = {"h100": "", "h200": " --no-packed-prompts"}
 _EIGHT_BITS = {
@@ -189,7 +193,7 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
             *(
                 _prefill(shape, f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}")
                 for shape in _SHAPES
-                for way in _WAYS_OF_PRODUCTS
+                for way in _WAYS_OF_PRODUCTS[kind]
             ),
             *(
                 _prefill(
@@ -198,7 +202,7 @@ def _of_one_gpu(kind: str) -> dict[str, File]:
                     f"{way}",
                 )
                 for weights in ("int4", "fp8")
-                for way in (_ROWS[kind], _WAYS_OF_PRODUCTS[1], *_EIGHT_BITS[kind, weights])
+                for way in (_ROWS[kind], _WAYS_OF_PRODUCTS[kind][1], *_EIGHT_BITS[kind, weights])
             ),
         ),
         "kept-prompts": tuple(
