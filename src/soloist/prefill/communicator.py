@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,6 @@ from soloist.prefill.elementwise import Chunk, Delta, Elementwise, widest
 from soloist.prefill.experts import ExpertProducts, MixturePass
 from soloist.prefill.products import Factor, Products
 from soloist.prefill.residual_streams import residual_streams_of
-
-# Layers before each cut of a recorded pass. Even of few tokens a layer lasts some six times as long
-# as launching it takes: the next graph may have four times as many, and its start is hidden.
-_CUTS = frozenset(accumulate(4**i for i in range(4)))
 
 # Something that is queued; stops where all ranks have to come as far before any goes on.
 Stages = Iterator[None]
@@ -113,7 +108,7 @@ class Communicator(ABC):
         """Before the first pass: those of all ranks in order, whose memory this one can reach."""
 
     def is_cut(self, layers: int) -> bool:  # noqa: ARG002 - most are not
-        """Whether a recorded pass is cut behind so many layers.
+        """Whether a recorded pass is cut in two behind so many layers.
 
         Launching a graph takes the host a microsecond a kernel, and the device waits for it: so it
         gets a short one first.
@@ -181,7 +176,7 @@ class Nobody(Communicator):
 
     def is_cut(self, layers: int) -> bool:
         """See the base class."""
-        return layers in _CUTS
+        return layers == 1
 
     def begin(self, rows: Rows, chunk: Chunk) -> None:
         """See the base class."""

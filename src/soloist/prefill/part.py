@@ -180,7 +180,7 @@ class Part:
             yield from layer
 
     def graph_parts(self, chunk: Chunk) -> Iterator[None]:
-        """Queue one pass to be recorded; stops where it is cut."""
+        """Queue one pass to be recorded; stops where it is cut in two."""
         layers = self.model_pass.layers(chunk, want_logits=True)
         for i, layer in enumerate(layers, 1):
             for _ in layer:

@@ -178,16 +178,6 @@ def test_beyond_the_reach_of_graphs_keys_are_gathered_elsewhere(
     torch.testing.assert_close(logits, wanted, rtol=0, atol=3e-5)
 
 
-def test_recorded_passes_are_cut_so_that_each_hides_the_start_of_the_next() -> None:
-    run = prefill(model(*[GQA] * 23, ffn=32, hidden_size=32))
-    part, layers = run.parts[0], list[int]()
-    part.model_pass._layer = lambda layer, *_, **__: iter([layers.append(layer)])
-    part.communicator.begin = lambda *_: None
-    chunk = part.placed([1, 2], 0, [0], want_logits=True)
-    assert [len(layers) for _ in part.graph_parts(chunk)] == [1, 5, 21]
-    assert layers == list(range(23))
-
-
 class AttendsPages(TorchElementwise):
     """As a kernel does that finds in pages what a pass attends to, by what the device knows."""
 
