@@ -45,6 +45,7 @@ from soloist.prefill.packed_form import (
     Form,
     Out,
     form_of,
+    is_gated,
     parts_of,
     quantize_source,
     rows_source,
@@ -53,7 +54,6 @@ from soloist.prefill.packed_product import (
     PackedProduct,
     PackedQuantize,
     PackedRows,
-    is_gated,
     on_device,
 )
 from soloist.prefill.sources import prefill_sources

@@ -21,6 +21,8 @@ from soloist.engine.tail_path import (
     TailRule,
     tail_costs,
 )
+from soloist.jit.ahead import built_beside
+from soloist.jit.source import Source
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -40,6 +42,7 @@ from soloist.prefill.expert_form import reads_packed_experts
 from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
+from soloist.prefill.packed_choice import packed_sources
 from soloist.prefill.packed_experts import PackedExperts
 from soloist.prefill.packed_matrices import PackedMatrices
 from soloist.prefill.packed_prompts import require_eight_bit_prompts, require_packed_prompts
@@ -47,7 +50,7 @@ from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
-from soloist.prefill.widths import MOST_PASS_TOKENS
+from soloist.prefill.widths import CAPTURED_TOKENS, MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
 from soloist.weights.unpacking import (
@@ -60,10 +63,6 @@ from soloist.weights.unpacking import (
 
 # Prompt tokens a pass where several requests run: what running streams may have to wait for.
 SHARED_CHUNK_TOKENS = 512
-
-# First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
-# whole ones.
-CAPTURED_TOKENS = (32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +219,14 @@ def _load_rank(
         for name, values in weights.items():
             weights[name] = values.to(device)
         parts_to_rows(plan, weights)
-    decoder = Decoder(
-        plan, packed, rope, pool.tensor,
-        rank=rank, max_sequences=capacity.sequences, cache=cache_root,
-    )  # fmt: skip
+    of_prompts: Sequence[Source] = ()
+    if reads is _Reads.PACKED:
+        of_prompts = packed_sources(plan, eight_bits=capacity.eight_bit_prompts)
+    with built_beside(of_prompts, plan.gpu.arch, cache_root):
+        decoder = Decoder(
+            plan, packed, rope, pool.tensor,
+            rank=rank, max_sequences=capacity.sequences, cache=cache_root,
+        )  # fmt: skip
     decoder.page_tables.copy_(torch.tensor(page_tables, dtype=torch.int32))
     share = plan.part_of(rank)
     operations = partial(

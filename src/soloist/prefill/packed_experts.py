@@ -41,8 +41,8 @@ from soloist.prefill.expert_form import (
 )
 from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fragments import BLOCK_FRAGMENTS, Tiling, expert_fragments, tiled
-from soloist.prefill.packed_form import ARCH, PIECE, Form
-from soloist.prefill.packed_product import Groups, PackedProduct, is_gated, on_device
+from soloist.prefill.packed_form import ARCH, PIECE, Form, is_gated
+from soloist.prefill.packed_product import Groups, PackedProduct, on_device
 from soloist.reference.experts import Choice
 
 _THREADS, _WARP = 256, 32

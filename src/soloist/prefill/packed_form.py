@@ -84,6 +84,11 @@ class Out(StrEnum):
     ARRANGED = "kArranged"  # the same, in the order in which the next product reads it
 
 
+def is_gated(out: Out) -> bool:
+    """Whether results are neurons."""
+    return out in (Out.GATED, Out.ARRANGED)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """One way to multiply.

@@ -21,7 +21,6 @@ from soloist.prefill.packed_form import (
     QUANTIZE_ENTRY,
     ROWS_ENTRIES,
     Form,
-    Out,
     quantize_source,
 )
 
@@ -264,8 +263,3 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 def on_device(table: bytes, device: torch.device) -> Tensor:
     """What a kernel reads of halves."""
     return torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-
-
-def is_gated(out: Out) -> bool:
-    """Whether results are neurons."""
-    return out in (Out.GATED, Out.ARRANGED)

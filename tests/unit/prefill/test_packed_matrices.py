@@ -24,9 +24,10 @@ from soloist.model.dtype import Dtype
 from soloist.model.families.dense import decoder_tensors
 from soloist.model.quantized import Codes, Quantized
 from soloist.parallel.share import Share
-from soloist.prefill import packed_matrices
+from soloist.prefill import packed_choice, packed_matrices
 from soloist.prefill.buffers import prefill_bytes
 from soloist.prefill.fragments import Tiling, arranged_column
+from soloist.prefill.packed_choice import FormChoice, forms_of_passes, widths_for
 from soloist.prefill.packed_form import (
     Form,
     Out,
@@ -35,7 +36,7 @@ from soloist.prefill.packed_form import (
     quantize_source,
     rows_source,
 )
-from soloist.prefill.packed_matrices import PackedMatrices, widths_for
+from soloist.prefill.packed_matrices import PackedMatrices
 from soloist.prefill.packed_prompts import (
     packs_prompts,
     require_eight_bit_prompts,
@@ -173,6 +174,9 @@ def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
     plan, packed, own = packed_model(config, kind)
     products = PackedMatrices(plan, packed, tables_of_columns(plan, packed), TOKENS, None)
     seen = logits(config, own, products)
+    # Logits are fp32 on a GPU.
+    head, _ = FormChoice(plan).of(plan.image.head, 1, Out.VALUES)
+    assert {*products.forms} <= {*forms_of_passes(plan, [TOKENS]), head}, "compiled ahead"
     wanted = logits(config, own, Unpacked(plan, packed))
     assert (seen - wanted).norm() <= 0.03 * wanted.norm()  # both round to bf16 again and again
 
@@ -240,7 +244,7 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
     weights = {n: x.to(torch.bfloat16) for n, x in random_weights(config).items()}
     plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024))
     packed = pack_weights(plan, shard_all(Share(config, 1, 0), dict(weights)), CPU)
-    monkeypatch.setattr(packed_matrices, "best_shares", lambda *_, parts, **__: (8, parts[-1], 1.0))
+    monkeypatch.setattr(packed_choice, "best_shares", lambda *_, parts, **__: (8, parts[-1], 1.0))
     products = PackedMatrices(plan, packed, {}, TOKENS, None)
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):

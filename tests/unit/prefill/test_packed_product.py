@@ -33,6 +33,7 @@ from soloist.prefill.packed_form import (
     Form,
     Out,
     form_of,
+    is_gated,
     parts_of,
     quantize_source,
     rows_source,
@@ -41,7 +42,6 @@ from soloist.prefill.packed_product import (
     PackedProduct,
     PackedQuantize,
     PackedRows,
-    is_gated,
     on_device,
 )
 from unit.megakernel.code_sizes import INSTRUCTION_BYTES, KIND_BITS, section
