@@ -440,12 +440,6 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "h200-quantized-accuracy.json": File(
             (
-                # Prompts in 16 bits and with activations in 8.
-                *(
-                    "bench accuracy etude --precision bf16 --weights fp8 --prompts "
-                    f"--packed-prompts{bits}"
-                    for bits in ("", " --eight-bit-prompts")
-                ),
                 *(
                     f"bench accuracy etude --precision bf16 --weights {rounded} "
                     "--against transformers"
@@ -457,6 +451,13 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     for outliers in ("", "-outliers")
                     for form in ("int4", "fp8-block")
                 ),
+            )
+        ),
+        # Of prompts with activations in 8 bits.
+        "h200-prompt-accuracy.json": File(
+            (
+                "bench accuracy etude --precision bf16 --weights fp8 --prompts --packed-prompts "
+                "--eight-bit-prompts",
             )
         ),
         # What a model takes of a GPU's memory and of the host's, with the context that a table of

@@ -417,6 +417,30 @@ def h200_quantized_startup() -> str:
     return table((*headings, "GB of the GPU but for KV", "GB of KV"), cells, 2)
 
 
+def h200_one_copy_startup() -> str:
+    """What a model takes of a GPU's memory and of the host's, with 8,192 positions."""
+    cells = []
+    for r in rows_of("h200-one-copy-startup.json", "startup"):
+        beside = r["checkpoint_bytes"] + r["kv_cache_bytes"]
+        sizes = (
+            r["checkpoint_bytes"], r["kv_cache_bytes"], r["gpu_tensors_bytes"] - beside,
+            r["gpu_memory_bytes"], r["host_memory_bytes"],
+        )  # fmt: skip
+        cells.append((
+            r["shape"], _stored(r), *(f"{n / 1e9:.2f}" for n in sizes),
+            f"{r['total_s']['median']:.2f}",
+        ))  # fmt: skip
+    headings = ("GB in files", "GB of KV", "GB of tensors beside both", "GB of the GPU, all")
+    return table(
+        ("shape", "weights", *headings, "GB of the host", "seconds to the first token"), cells, 2
+    )
+
+
+def h200_prompt_accuracy() -> str:
+    """Prompts with activations in 8 bits, and decoding, against fp32."""
+    return _accuracy("h200-prompt-accuracy.json")
+
+
 def h200_speed() -> str:
     """Requests of known shapes."""
     cells = [
@@ -712,6 +736,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
     "h200-quantized-startup": h200_quantized_startup,
+    "h200-one-copy-startup": h200_one_copy_startup,
+    "h200-prompt-accuracy": h200_prompt_accuracy,
     "etude-quantized": etude_quantized,
     "etude-kv": etude_kv,
     "etude-kv-positions": etude_kv_positions,
