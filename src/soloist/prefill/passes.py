@@ -1,8 +1,8 @@
 """One pass over the layers: what is computed for a chunk, and in which order.
 
 On CUDA a layer of a rank that is alone is nine launches (four products, attention, four kernels of
-ours), eight where gate_up and SwiGLU are one, and where passes have settled widths one more, which
-brings earlier keys together.
+ours), eight where gate_up and SwiGLU are one. One more brings earlier keys together where a library
+attends and passes have settled widths, or merges splits where attention reads pages.
 """
 
 from collections.abc import Iterator
