@@ -31,7 +31,7 @@ from soloist.bench.sizes import require_at_least
 from soloist.bench.subject import shape_name
 from soloist.engine.config import GpuCount, Precision, resolve_device
 from soloist.engine.engine import devices
-from soloist.errors import RunFailed, ServerFailed
+from soloist.errors import RunFailed, ServerFailed, SettingError
 from soloist.settings import environment_with_cache
 
 _PROMPT = "def fibonacci(n):\n"
@@ -195,7 +195,7 @@ def _start(command: list[str], cache: Path, *, watches: bool = False) -> Start:
         bufsize=0,  # what follows the first byte stays in the pipe
     ) as process:
         assert process.stdout is not None
-        most = _watched(process) if watches else None
+        most = _watched(process) if watches else lambda: None
         # The report is printed at the only token's end.
         first = process.stdout.read(1)
         total_s = time.perf_counter() - start
@@ -204,13 +204,19 @@ def _start(command: list[str], cache: Path, *, watches: bool = False) -> Start:
         raise RunFailed(err.decode(errors="replace"))
     report = json.loads(first + rest)
     new = _new_builds(cache, before)
-    host_bytes = None if most is None else most()
-    return Start(total_s, report["load_s"], covered_s(new), len(new), report, None, host_bytes)
+    return Start(total_s, report["load_s"], covered_s(new), len(new), report, None, most())
 
 
-def _watched(process: "subprocess.Popen[bytes]") -> Callable[[], int]:
-    """Look at the memory of a process until it ends; call for the most that was seen."""
-    memory, most = TreeMemory(process.pid), 0
+def _watched(process: "subprocess.Popen[bytes]") -> Callable[[], int | None]:
+    """Look at the memory of a process until it ends; call for the most that was seen.
+
+    None where a system does not tell it, or the process has ended: the command's failure is told.
+    """
+    try:
+        memory = TreeMemory(process.pid)
+    except SettingError:
+        return lambda: None
+    most = 0
 
     def look() -> None:
         nonlocal most

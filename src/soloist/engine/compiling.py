@@ -19,7 +19,7 @@ from soloist.megakernel.kernel import decode_sources, drafting_sources
 from soloist.megakernel.plan import Plan
 from soloist.prefill.coded_pages import coded_pages_source
 from soloist.prefill.expert_form import expert_sources, reads_packed_experts
-from soloist.prefill.packed_choice import packed_sources
+from soloist.prefill.packed_choice import FormChoice, packed_sources
 from soloist.prefill.packed_prompts import packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import config_of
@@ -75,7 +75,7 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
     )
     experts = expert_sources(plan) if reads_packed_experts(plan) else ()
     coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
-    packed = packed_sources(plan) if packs_prompts(plan) else ()
+    packed = packed_sources(FormChoice(plan)) if packs_prompts(plan) else ()
     for source in (*prefill.all, *experts, *coded, *packed):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)
     yield NamedSource("memory bandwidth", bandwidth_source())

@@ -22,7 +22,6 @@ from soloist.engine.tail_path import (
     tail_costs,
 )
 from soloist.jit.ahead import built_beside
-from soloist.jit.source import Source
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -42,7 +41,7 @@ from soloist.prefill.expert_form import reads_packed_experts
 from soloist.prefill.experts import ExpertProducts
 from soloist.prefill.fused import FusedElementwise
 from soloist.prefill.fused_lanes import FusedLanes
-from soloist.prefill.packed_choice import packed_sources
+from soloist.prefill.packed_choice import FormChoice, packed_sources
 from soloist.prefill.packed_experts import PackedExperts
 from soloist.prefill.packed_matrices import PackedMatrices
 from soloist.prefill.packed_prompts import require_eight_bit_prompts, require_packed_prompts
@@ -219,9 +218,8 @@ def _load_rank(
         for name, values in weights.items():
             weights[name] = values.to(device)
         parts_to_rows(plan, weights)
-    of_prompts: Sequence[Source] = ()
-    if reads is _Reads.PACKED:
-        of_prompts = packed_sources(plan, eight_bits=capacity.eight_bit_prompts)
+    choice = FormChoice(plan, eight_bits=capacity.eight_bit_prompts)
+    of_prompts = packed_sources(choice) if reads is _Reads.PACKED else ()
     with built_beside(of_prompts, plan.gpu.arch, cache_root):
         decoder = Decoder(
             plan, packed, rope, pool.tensor,
@@ -240,9 +238,7 @@ def _load_rank(
         matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
-        matrices = PackedMatrices(
-            plan, packed, tables, most, cache_root, eight_bits=capacity.eight_bit_prompts
-        )
+        matrices = PackedMatrices(choice, packed, tables, most, cache_root)
     prefill = Part(share, matrices, vectors, pool, operations, most, FusedLanes)
     torch.cuda.synchronize(device)
     return LoadedRank(pool, decoder, prefill)

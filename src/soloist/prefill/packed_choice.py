@@ -6,6 +6,7 @@ from dataclasses import replace
 from soloist.jit.source import Source
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.plan import Plan
+from soloist.model.dtype import Dtype
 from soloist.model.quantized import COLUMNS
 from soloist.prefill.fragments import (
     ARRANGED_COLUMNS,
@@ -42,7 +43,6 @@ from soloist.prefill.widths import CAPTURED_TOKENS, MOST_PASS_TOKENS, candidate_
 _TILE_TOKENS = 16
 # Wider tiles of quantised matrices leave no registers for results of this kind.
 _MOST_GATED_TOKENS = 128
-_PART_BYTES = 4  # of fp32
 
 
 class FormChoice:
@@ -50,23 +50,27 @@ class FormChoice:
 
     Args:
         plan: of the decode kernel.
-        eight_bits: as of `PackedMatrices`.
+        eight_bits: layers' matrices in FP8 with a scale per row meet activations in FP8. The head
+            does not: of a prompt it has one token.
+
+    Attributes:
+        plan, eight_bits: as given.
     """
 
     def __init__(self, plan: Plan, *, eight_bits: bool = False) -> None:
-        self._plan, self._eight_bits = plan, eight_bits
+        self.plan, self.eight_bits = plan, eight_bits
         self._found: dict[tuple[Operation, int, bool], tuple[Fragment, ...]] = {}
 
     def in_eight_bits(self, operation: Operation) -> bool:
         """Whether a matrix meets activations in 8 bits."""
-        is_layers = operation is not self._plan.image.head
-        return self._eight_bits and is_layers and takes_eight_bits(operation.matrix)
+        is_layers = operation is not self.plan.image.head
+        return self.eight_bits and is_layers and takes_eight_bits(operation.matrix)
 
     def fragments(self, operation: Operation, first: int, *, gated: bool) -> tuple[Fragment, ...]:
         """Of a matrix, from a row on; made once."""
         which = (operation, first, gated)
         if which not in self._found:
-            plan = self._plan
+            plan = self.plan
             self._found[which] = fragments(
                 plan.shape, operation, plan.image.block_stride, gated=gated, first=first
             )
@@ -84,12 +88,12 @@ class FormChoice:
             kind: what becomes of sums, were there no parts.
             first: row from which on results are wanted.
         """
-        matrix, num_sms = operation.matrix, self._plan.gpu.num_sms
+        matrix, num_sms = operation.matrix, self.plan.gpu.num_sms
         eight_bits, gated = self.in_eight_bits(operation), is_gated(kind)
         found = self.fragments(operation, first, gated=gated)
         results = tokens * (matrix.rows // 2 if gated else matrix.rows)
         may_part = tokens <= MOST_PARTED_TOKENS and not gated and first == 0
-        most = parted_bytes(self._plan) // _PART_BYTES
+        most = parted_bytes(self.plan) // Dtype.FP32.num_bytes
         fits = may_part and PARTS[-1] * results <= most and results % 4 == 0
         columns, value_bits = matrix.columns, matrix.format.value_bits
 
@@ -105,7 +109,7 @@ class FormChoice:
         widths = widths_for(tokens, kind, row_tiles, num_sms)
         width = min(widths, key=lambda width: shares(width)[2])
         each, parts, _ = shares(width)
-        form = form_of(matrix, self._plan.dtype, width, kind if parts == 1 else Out.WIDE)
+        form = form_of(matrix, self.plan.dtype, width, kind if parts == 1 else Out.WIDE)
         form = replace(form, parts=parts, eight_bits=eight_bits)
         is_short = tokens <= MOST_PARTED_TOKENS and width == SLICED_WIDTH
         if is_short and each <= GROUP_FRAGMENTS and can_slice(form):
@@ -148,11 +152,9 @@ def widths_for(tokens: int, out: Out, row_tiles: int, num_sms: int) -> Sequence[
     return (min(reversed(wide), key=taken),)
 
 
-def forms_of_passes(
-    plan: Plan, sizes: Sequence[int], *, eight_bits: bool = False
-) -> Iterator[Form]:
+def forms_of_passes(choice: FormChoice, sizes: Sequence[int]) -> Iterator[Form]:
     """Of all products of passes of so many tokens, and of what is made of the last one alone."""
-    choice = FormChoice(plan, eight_bits=eight_bits)
+    plan = choice.plan
     is_wide = residual_streams_of(plan.model).wide_products(plan.dtype)
     product = Out.WIDE if is_wide else Out.VALUES
     keys_at = plan.shape.query_heads * plan.shape.head_dim
@@ -167,17 +169,13 @@ def forms_of_passes(
     yield choice.of(plan.image.head, 1, Out.WIDE)[0]
 
 
-def packed_sources(plan: Plan, *, eight_bits: bool = False) -> tuple[Source, ...]:
-    """All that prompts from packed weights compile, each once.
-
-    Args:
-        plan: of the decode kernel.
-        eight_bits: as of `PackedMatrices`.
-    """
+def packed_sources(choice: FormChoice) -> tuple[Source, ...]:
+    """All that prompts from packed weights compile, each once."""
+    plan = choice.plan
     sizes = sorted({*candidate_widths(MOST_PASS_TOKENS), *CAPTURED_TOKENS, MOST_PASS_TOKENS})
-    forms = dict.fromkeys(forms_of_passes(plan, sizes, eight_bits=eight_bits))
+    forms = dict.fromkeys(forms_of_passes(choice, sizes))
     head = plan.image.head.matrix
     beside = [rows_source(head.format, plan.dtype, head.steps)]
-    if eight_bits:
+    if choice.eight_bits:
         beside.append(quantize_source(plan.dtype))
     return tuple(dict.fromkeys([*(form.source for form in forms), *beside]))

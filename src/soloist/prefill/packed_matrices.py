@@ -11,7 +11,6 @@ from torch import Tensor
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import RowOrder
-from soloist.megakernel.plan import Plan
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.fragments import Tiling, half_tiles_of_rows, halves_table, tiled
 from soloist.prefill.packed_choice import FormChoice, gated_out
@@ -55,32 +54,29 @@ class PackedMatrices(Products):
     bits depend on its own numbers alone, and not on those beside it.
 
     Args:
-        plan: of the decode kernel, as `require_packed_prompts` wants it.
-        packed: its weights.
+        choice: of forms, for a plan as `require_packed_prompts` wants it.
+        packed: the plan's weights.
         columns: of permuted matrices: which columns of activations theirs meet, by name.
         most_tokens: of a pass.
         cache_root: where compiled kernels are kept; None keeps none on disk.
-        eight_bits: layers' matrices in FP8 with a scale per row meet activations in FP8. The head
-            does not: of a prompt it has one token.
     """
 
     in_rows = False
 
     def __init__(
         self,
-        plan: Plan,
+        choice: FormChoice,
         packed: PackedWeights,
         columns: dict[str, Tensor],
         most_tokens: int,
         cache_root: Path | None,
-        *,
-        eight_bits: bool = False,
     ) -> None:
         super().__init__(self._embedding)
+        plan, eight_bits = choice.plan, choice.eight_bits
         require_packed_prompts(plan)
         if eight_bits:
             require_eight_bit_prompts(plan)
-        self._choice, self.gates_all = FormChoice(plan, eight_bits=eight_bits), gates_all(plan)
+        self._choice, self.gates_all = choice, gates_all(plan)
         self._plan, self._packed, self._cache_root = plan, packed, cache_root
         self._columns = columns
         image = packed.image

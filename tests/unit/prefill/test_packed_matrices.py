@@ -172,11 +172,12 @@ def logits(config: ModelConfig, own: dict, matrices: Matrices | Products) -> Ten
 def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
     config = MODELS[name]
     plan, packed, own = packed_model(config, kind)
-    products = PackedMatrices(plan, packed, tables_of_columns(plan, packed), TOKENS, None)
+    columns, choice = tables_of_columns(plan, packed), FormChoice(plan)
+    products = PackedMatrices(choice, packed, columns, TOKENS, None)
     seen = logits(config, own, products)
     # Logits are fp32 on a GPU.
-    head, _ = FormChoice(plan).of(plan.image.head, 1, Out.VALUES)
-    assert {*products.forms} <= {*forms_of_passes(plan, [TOKENS]), head}, "compiled ahead"
+    head, _ = choice.of(plan.image.head, 1, Out.VALUES)
+    assert {*products.forms} <= {*forms_of_passes(choice, [TOKENS]), head}, "compiled ahead"
     wanted = logits(config, own, Unpacked(plan, packed))
     assert (seen - wanted).norm() <= 0.03 * wanted.norm()  # both round to bf16 again and again
 
@@ -185,7 +186,8 @@ def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
 def test_norms_leave_as_products_take_them(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's are arranged apart, and factors of codes in an order of their own."""
     plan, packed, own = packed_model(MODELS["untied"], kind)
-    products = PackedMatrices(plan, packed, tables_of_columns(plan, packed), TOKENS, None)
+    columns, choice = tables_of_columns(plan, packed), FormChoice(plan)
+    products = PackedMatrices(choice, packed, columns, TOKENS, None)
     seen, arrange = list[tuple[int, ...]](), RowsOnHost.arrange
 
     def counted(self: RowsOnHost, x: Tensor, columns: Tensor | None, out: Tensor, to: int) -> None:
@@ -204,7 +206,7 @@ def test_norms_leave_as_products_take_them(kind: str, monkeypatch: pytest.Monkey
 def test_gate_and_up_have_no_room_where_nobody_writes_them() -> None:
     for name, gates in (("untied", True), ("biases", False)):
         plan, packed, own = packed_model(MODELS[name], None)
-        products = PackedMatrices(plan, packed, {}, TOKENS, None)
+        products = PackedMatrices(FormChoice(plan), packed, {}, TOKENS, None)
         assert products.gates_all == gates
         pool = PagePool(2, 2, 32, 3, torch.bfloat16, CPU)
         part = Part(Share(MODELS[name], 1, 0), products, own, pool, most_tokens=TOKENS)
@@ -228,7 +230,7 @@ def test_a_words_place_is_that_of_its_columns(folder: Path) -> None:
 def test_bits_do_not_depend_on_the_cut() -> None:
     config = MODELS["untied"]
     plan, packed, _ = packed_model(config, None)
-    products = PackedMatrices(plan, packed, {}, TOKENS, None)
+    products = PackedMatrices(FormChoice(plan), packed, {}, TOKENS, None)
     assert products.behaviour("layers.0.qkv") == products.behaviour("layers.1.qkv")
     x = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     whole, some = (torch.empty(n, 256, dtype=x.dtype) for n in (TOKENS, 5))
@@ -245,7 +247,7 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
     plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024))
     packed = pack_weights(plan, shard_all(Share(config, 1, 0), dict(weights)), CPU)
     monkeypatch.setattr(packed_choice, "best_shares", lambda *_, parts, **__: (8, parts[-1], 1.0))
-    products = PackedMatrices(plan, packed, {}, TOKENS, None)
+    products = PackedMatrices(FormChoice(plan), packed, {}, TOKENS, None)
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(20, 64, dtype=dtype)
@@ -268,7 +270,7 @@ def test_prompts_in_eight_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(FORMATS, "fp8-permuted", Quantized(Codes.FP8, 0, Dtype.BF16, permuted=True))
     plan, packed, own = packed_model(EIGHT_BITS, kind)
     tables = tables_of_columns(plan, packed)
-    products = PackedMatrices(plan, packed, tables, TOKENS, None, eight_bits=True)
+    products = PackedMatrices(FormChoice(plan, eight_bits=True), packed, tables, TOKENS, None)
     seen = logits(EIGHT_BITS, own, products)
     used = {(form.columns, form.stored.is_plain): form.eight_bits for form in products.forms}
     assert used == {
@@ -281,7 +283,7 @@ def test_prompts_in_eight_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_eight_bits_do_not_depend_on_the_cut() -> None:
     plan, packed, _ = packed_model(EIGHT_BITS, "fp8")
-    products = PackedMatrices(plan, packed, {}, TOKENS, None, eight_bits=True)
+    products = PackedMatrices(FormChoice(plan, eight_bits=True), packed, {}, TOKENS, None)
     x = torch.randn(TOKENS, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     whole = torch.empty(TOKENS, plan.image.operation(0, "qkv").matrix.rows, dtype=x.dtype)
     products.multiply(x, "layers.0.qkv", whole)
@@ -297,7 +299,7 @@ def test_eight_bits_of_other_matrices_are_refused(kind: str | None) -> None:
     with pytest.raises(SettingError, match="FP8 with one scale per row"):
         require_eight_bit_prompts(plan)
     with pytest.raises(SettingError, match="--eight-bit-prompts is 'on, with layers in"):
-        PackedMatrices(plan, packed, {}, TOKENS, None, eight_bits=True)
+        PackedMatrices(FormChoice(plan, eight_bits=True), packed, {}, TOKENS, None)
 
 
 def test_what_it_does_not_do_is_refused() -> None:
