@@ -570,4 +570,9 @@ IN_TURN: Mapping[str, tuple[str, ...]] = {
         ),
         _decode("llama-3.1-8b", f"--weights int4 --head-weights int8 {_RUN} --runs 3"),
     ),
+    # Prompts with rows beside packed weights by default, then with one copy by default.
+    "h200-one-copy-in-turn.json": tuple(
+        _prefill(shape, "--prompt-tokens 128 --prompt-tokens 2048 --prefix cold --runs 9")
+        for shape in _SHAPES
+    ),
 }

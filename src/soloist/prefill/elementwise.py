@@ -61,7 +61,7 @@ class Chunk:
         ids: [rows] int32.
         place: [2] int32, `position` and `num_tokens` once more: a captured graph reads them there.
         last: [1] int32, the row whose logits are wanted.
-        page_table: [pages] int32.
+        page_table: [pages] int32; numbers behind the last page of these tokens are of no prompt.
         last_place: [2] int32, the last token as a chunk of its own that is not stored.
         last_ends: [4] int32, that query and its keys: (0, 1), (0, `stop`).
         query_bounds: [2] int32, all queries: (0, `num_tokens`).

@@ -34,6 +34,7 @@ class Upload:
         count = self._first_id + most_tokens
         self.words = torch.zeros(count, dtype=torch.int32, device=device)
         self._views = tuple(self.words[start:stop] for start, stop in _FIRST)
+        self._page_table = self.words[_NUM_FIRST : self._first_id]
         self._staged = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._staged_words = self._staged.numpy()
 
@@ -48,7 +49,9 @@ class Upload:
     ) -> Chunk:
         """A chunk of `rows` rows, of which `ids` are the first, when the last pass is over.
 
-        The first token of every prompt waits for this, so it goes from lists to pinned words.
+        The first token of every prompt waits for this, so it goes from lists to pinned words, and
+        all words to the device at once: taking a part of a tensor costs the host more than copying
+        the rest costs the device.
         """
         if self.words.device.type == "cuda":
             torch.cuda.current_stream(self.words.device).synchronize()
@@ -59,7 +62,7 @@ class Upload:
         words[_NUM_FIRST : _NUM_FIRST + len(pages)] = _on_host(pages)
         words[first_id : first_id + tokens] = _on_host(ids)
         words[first_id + tokens : count] = 0
-        self.words[:count].copy_(self._staged[:count], non_blocking=True)
+        self.words.copy_(self._staged, non_blocking=True)
         place, last_row, last_place, last_ends, query_bounds = self._views
         return Chunk(
             position=position,
@@ -70,8 +73,7 @@ class Upload:
             last_place=last_place,
             last_ends=last_ends,
             query_bounds=query_bounds,
-            # Never empty, or it would have no address for a captured graph to read.
-            page_table=self.words[_NUM_FIRST : _NUM_FIRST + max(1, len(pages))],
+            page_table=self._page_table,
             is_short_prompt=is_short_prompt,
         )
 

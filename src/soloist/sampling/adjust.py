@@ -19,7 +19,6 @@ class TokenCounts:
 
     Attributes:
         prompt_ids: [T] int64.
-        in_output: [V] int32, how often.
         num_output: tokens in the output.
 
     Raises:
@@ -27,7 +26,8 @@ class TokenCounts:
     """
 
     def __init__(self, vocab_size: int, prompt_ids: Iterable[int]) -> None:
-        self.in_output = np.zeros(vocab_size, np.int32)
+        self._vocab_size = vocab_size
+        self._output = list[int]()
         self.num_output = 0
         # A first token waits for this, so lists are read once for all who need it, and by what
         # reads them in a third of numpy's time.
@@ -44,19 +44,28 @@ class TokenCounts:
     @cached_property
     def in_prompt(self) -> NDArray[np.bool_]:
         """[V]; made when it is asked for, since few requests do."""
-        held = np.zeros(len(self.in_output), np.bool_)
+        held = np.zeros(self._vocab_size, np.bool_)
         held[self.prompt_ids] = True
         return held
+
+    @cached_property
+    def in_output(self) -> NDArray[np.int32]:
+        """[V] int32, how often; made when it is asked for, and kept up from then on."""
+        counted = np.bincount(np.array(self._output, np.int64), minlength=self._vocab_size)
+        return counted.astype(np.int32)
 
     def add(self, token_id: int) -> None:
         """Append a token to the output."""
         self._check(token_id)
-        self.in_output[token_id] += 1
+        self._count(token_id, 1)
+        self._output.append(token_id)
         self.num_output += 1
 
     def remove(self, token_id: int) -> None:
-        """Take a token of the output back."""
-        self.in_output[token_id] -= 1
+        """Take the latest token of the output back, which is this one."""
+        taken = self._output.pop()
+        assert taken == token_id, "it is the latest"
+        self._count(token_id, -1)
         self.num_output -= 1
 
     def as_they_are(self, *, each_token: bool) -> Self:
@@ -73,8 +82,12 @@ class TokenCounts:
         return counts
 
     def _check(self, token_id: int) -> None:
-        if not 0 <= token_id < len(self.in_output):
-            raise BadTokenId("prompt or output", token_id, len(self.in_output))
+        if not 0 <= token_id < self._vocab_size:
+            raise BadTokenId("prompt or output", token_id, self._vocab_size)
+
+    def _count(self, token_id: int, by: int) -> None:
+        if "in_output" in vars(self):
+            self.in_output[token_id] += by
 
 
 def adjusted(

@@ -70,12 +70,18 @@ def sample(
 class Largest:
     """The token id of the largest of logits [V], the lowest of equal ones, found on their device.
 
-    The device is asked at once, and `wait` waits for it.
+    The device is asked at once, and `wait` waits for it. A first token waits for all of this: one
+    kernel and two copies into pinned memory.
     """
 
     def __init__(self, logits: torch.Tensor) -> None:
-        best = logits.argmax(keepdim=True)
-        self._found = torch.cat([best.double(), logits.gather(0, best).double()])
+        score, token_id = logits.max(0)  # of equal ones the first
+        self._score = score.to("cpu", non_blocking=True)
+        self._token_id = token_id.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if logits.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(logits.device))
 
     def wait(self, position: int) -> int:
         """The token id, at `position`.
@@ -83,10 +89,11 @@ class Largest:
         Raises:
             BadLogits: its logit is NaN or infinite.
         """
-        token_id, score = self._found.tolist()
-        if not math.isfinite(score):
+        if self._copied is not None:
+            self._copied.synchronize()
+        if not math.isfinite(score := float(self._score)):
             raise BadLogits(position, score)
-        return int(token_id)
+        return int(self._token_id)
 
 
 class Sampler:
