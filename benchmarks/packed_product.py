@@ -33,7 +33,15 @@ from soloist.megakernel.plan import Plan
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.quantized import Codes
-from soloist.prefill.fragments import GROUP_FRAGMENTS, Load, Tiling, best_shares, fragments, tiled
+from soloist.prefill.fragments import (
+    GROUP_FRAGMENTS,
+    Load,
+    RowCut,
+    Tiling,
+    best_shares,
+    fragments,
+    tiled,
+)
 from soloist.prefill.fused import Kernels, pointer
 from soloist.prefill.gate_up import GateUp
 from soloist.prefill.header import THREADS
@@ -239,15 +247,18 @@ def _packed(
         parts = torch.empty(shape, dtype=torch.float32, device=_DEVICE) if form.parts > 1 else None
         kernel = PackedProduct(form, cache)
         bits, token_tiles = operation.matrix.format.value_bits, -(-tokens // form.tokens)
-        even, _, _ = best_shares(
+        even = best_shares(
             Load(len(pieces), form.columns, bits, form.tokens, token_tiles, form.eight_bits),
             plan.gpu.num_sms, parts=(form.parts,),
             multiple=GROUP_FRAGMENTS if form.out is Out.ARRANGED else 1,
-        )  # fmt: skip
-        for each in sorted({min(even, form.fragments), form.fragments}):
-            tiling, words = tiled(pieces, each, results)
+        ).rows  # fmt: skip
+        if even.each > form.fragments:
+            even = RowCut(form.fragments)
+        for rows in dict.fromkeys((even, RowCut(form.fragments))):
+            tiling, words = tiled(pieces, rows, results)
             launch = _Launch(case, image, kernel, on_device(words, x.device), tiling, scales)
-            how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{each}"
+            how = f"{form.tokens}x{form.groups}s{form.token_slots}+{form.weight_slots}/{rows.each}"
+            how += f"*{rows.whole}+{rows.rest}" if rows.rest else ""
             how += "g" if form.out is Out.GATED else ""
             yield (
                 _per_launch_us(partial(launch, x, out, parts, beside), layers),

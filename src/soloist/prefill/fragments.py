@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.partition import RowOrder
@@ -169,11 +170,33 @@ def _paired(groups: Iterable[list[Half]], operation: Operation, first: int) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
-    """How fragments become tiles of rows.
+class RowCut:
+    """How many fragments tiles of rows have.
 
     Attributes:
-        each: fragments of a tile; the last one may have fewer.
+        each: of a tile, the last one may have fewer.
+        whole: how many tiles have as many, before others; all, where `rest` is 0.
+        rest: of each tile behind them, fewer: so the last round of tiles is over sooner.
+    """
+
+    each: int
+    whole: int = 0
+    rest: int = 0
+
+    def __call__(self, found: Sequence[Fragment]) -> list[Sequence[Fragment]]:
+        """The fragments of each tile."""
+        stop = self.whole * self.each if self.rest else len(found)
+        wide = [found[at : min(at + self.each, stop)] for at in range(0, stop, self.each)]
+        behind = range(stop, len(found), max(self.rest, 1))
+        return wide + [found[at : at + self.rest] for at in behind]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How fragments became tiles of rows.
+
+    Attributes:
+        each: fragments of the widest tile.
         count: of tiles.
         results: values of a row of results.
     """
@@ -183,17 +206,17 @@ class Tiling:
     results: int
 
 
-def tiled(found: Sequence[Fragment], each: int, results: int) -> tuple[Tiling, bytes]:
+def tiled(found: Sequence[Fragment], cut: RowCut, results: int) -> tuple[Tiling, bytes]:
     """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each."""
     nothing = (_NOTHING, _NOTHING)
-    tiles = [found[start : start + each] for start in range(0, len(found), each)]
+    tiles = cut(found)
     filled = (
         half
         for tile in tiles
         for fragment in (*tile, *[nothing] * (BLOCK_FRAGMENTS - len(tile)))
         for half in fragment
     )
-    return Tiling(each, len(tiles), results), halves_table(filled)
+    return Tiling(cut.each, len(tiles), results), halves_table(filled)
 
 
 def halves_table(halves: Iterable[Half]) -> bytes:
@@ -201,10 +224,10 @@ def halves_table(halves: Iterable[Half]) -> bytes:
     return b"".join(half.words for half in halves)
 
 
-# Of an SM in a cycle: bytes of weights from memory, bytes of activations from the L2 (a guess), and
-# tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles, that
-# adding parts takes, and more for each of them.
-_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 40, 2, 2000, 7000, 1000
+# Of an SM in a cycle: bytes of weights from memory, bytes of weights and activations from the L2,
+# and tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles,
+# that adding parts takes, and more for each of them.
+_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 44, 2, 2000, 7000, 1000
 _STEP = 16  # columns of a product
 # Cycles that a warp takes for a step beside its products, and more for each token of a tile; and
 # how many times as many where there are two groups.
@@ -232,39 +255,53 @@ class Load:
     eight_bits: bool = False
 
 
+class Shares(NamedTuple):
+    """Of a product: how its rows are cut, parts of its columns, cycles of the busiest SM."""
+
+    rows: RowCut
+    parts: int
+    cycles: float
+
+
 def best_shares(
     load: Load, num_sms: int, *, parts: Sequence[int] = (1,), multiple: int = 1
-) -> tuple[int, int, float]:
-    """Fragments of a tile of rows, and parts of the columns, with which SMs are done first; when.
+) -> Shares:
+    """The shares with which SMs are done first.
 
     Args:
         load: what is to be done.
         num_sms: of the GPU.
         parts: that are possible.
         multiple: what fragments of a tile are a multiple of.
-
-    Returns:
-        fragments, parts, and cycles of the busiest SM.
     """
     halves = 2 if load.eight_bits else 1
+    numbers = [each for each in range(BLOCK_FRAGMENTS, 0, -1) if each % multiple == 0]
 
-    def cycles(shares: tuple[int, int]) -> float:
-        """On the busiest SM."""
-        each, parts = shares
-        tiles = -(-load.count // each) * load.token_tiles * parts
+    def of_tile(each: int, parts: int) -> float:
         products = -(-each // GROUP_FRAGMENTS) * load.width / _TOKENS / halves
         fragment_bytes = 2 * HALF_TILE_ROWS * _STEP * load.value_bits / 8
-        weights = each * fragment_bytes / _MEMORY_BYTES / load.token_tiles
-        tokens = load.width * _STEP * 2 / halves / _L2_BYTES
+        weights, tokens = each * fragment_bytes, load.width * _STEP * 2 / halves
+        read = max(weights / load.token_tiles / _MEMORY_BYTES, (weights + tokens) / _L2_BYTES)
         steps = load.columns / _STEP / parts
         beside = _WARP_BESIDE if each > GROUP_FRAGMENTS else 1
         warp = (_WARP + _WARP_TOKEN * load.width) * beside / halves
-        taken = -(-tiles // num_sms) * (steps * max(products, weights, tokens, warp) + _TILE)
-        return taken + (_ADDING + parts * _PART if parts > 1 else 0)
+        return steps * max(products, read, warp) + _TILE
 
-    numbers = [each for each in range(BLOCK_FRAGMENTS, 0, -1) if each % multiple == 0]
-    best = min(((each, n) for n in parts for each in numbers), key=cycles)
-    return *best, cycles(best)
+    def found(each: int, parts: int) -> Iterator[Shares]:
+        """With tiles that are alike, and with narrower ones in the last round."""
+        of_rows = load.token_tiles * parts  # tiles of the same rows
+        rounds, left = divmod(-(-load.count // each) * of_rows, num_sms)
+        adding = _ADDING + parts * _PART if parts > 1 else 0
+        full = rounds * of_tile(each, parts) + adding
+        yield Shares(RowCut(each), parts, full + (of_tile(each, parts) if left else 0))
+        whole = rounds * num_sms // of_rows
+        for rest in numbers:
+            tiles = whole + -(-(load.count - whole * each) // rest)
+            if whole and rest < each and tiles * of_rows <= (rounds + 1) * num_sms:
+                yield Shares(RowCut(each, whole, rest), parts, full + of_tile(rest, parts))
+
+    every = (shares for n in parts for each in numbers for shares in found(each, n))
+    return min(every, key=lambda shares: shares.cycles)
 
 
 def half_tiles_of_rows(shape: ModelShape, operation: Operation, block_bytes: int) -> list[Half]:

@@ -14,6 +14,8 @@ from soloist.prefill.fragments import (
     GROUP_FRAGMENTS,
     Fragment,
     Load,
+    RowCut,
+    Shares,
     best_shares,
     fragments,
 )
@@ -76,8 +78,10 @@ class FormChoice:
             )
         return self._found[which]
 
-    def of(self, operation: Operation, tokens: int, kind: Out, first: int = 0) -> tuple[Form, int]:
-        """How so many tokens are multiplied, and fragments of a tile of rows.
+    def of(
+        self, operation: Operation, tokens: int, kind: Out, first: int = 0
+    ) -> tuple[Form, RowCut]:
+        """How so many tokens are multiplied, and how the matrix's rows are cut.
 
         Only short passes have sums in parts and slices: bits of others are the same for any number
         of tokens.
@@ -97,7 +101,7 @@ class FormChoice:
         fits = may_part and PARTS[-1] * results <= most and results % 4 == 0
         columns, value_bits = matrix.columns, matrix.format.value_bits
 
-        def shares(width: int) -> tuple[int, int, float]:
+        def shares(width: int) -> Shares:
             tiles = -(-tokens // width)
             return best_shares(
                 Load(len(found), columns, value_bits, width, tiles, eight_bits), num_sms,
@@ -107,14 +111,14 @@ class FormChoice:
 
         row_tiles = -(-len(found) // BLOCK_FRAGMENTS)
         widths = widths_for(tokens, kind, row_tiles, num_sms)
-        width = min(widths, key=lambda width: shares(width)[2])
-        each, parts, _ = shares(width)
+        width = min(widths, key=lambda width: shares(width).cycles)
+        rows, parts, _ = shares(width)
         form = form_of(matrix, self.plan.dtype, width, kind if parts == 1 else Out.WIDE)
         form = replace(form, parts=parts, eight_bits=eight_bits)
         is_short = tokens <= MOST_PARTED_TOKENS and width == SLICED_WIDTH
-        if is_short and each <= GROUP_FRAGMENTS and can_slice(form):
+        if is_short and rows.each <= GROUP_FRAGMENTS and can_slice(form):
             form = replace(form, sliced=True, token_slots=SLICED_TOKEN_SLOTS)
-        return form, each
+        return form, rows
 
 
 def gated_out(operation: Operation, down: Operation) -> Out:

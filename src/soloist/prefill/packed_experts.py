@@ -40,7 +40,7 @@ from soloist.prefill.expert_form import (
     table_bytes,
 )
 from soloist.prefill.experts import ExpertProducts
-from soloist.prefill.fragments import BLOCK_FRAGMENTS, Tiling, expert_fragments, tiled
+from soloist.prefill.fragments import BLOCK_FRAGMENTS, RowCut, Tiling, expert_fragments, tiled
 from soloist.prefill.packed_form import ARCH, PIECE, Form, is_gated
 from soloist.prefill.packed_product import Groups, PackedProduct, on_device
 from soloist.reference.experts import Choice
@@ -160,7 +160,7 @@ class PackedExperts(ExpertProducts):
             gated = is_gated(form.out)
             found = expert_fragments(self._plan.shape, operation, gated=gated)
             results = operation.matrix.rows // (2 if gated else 1)
-            tiling, words = tiled(found, BLOCK_FRAGMENTS, results)
+            tiling, words = tiled(found, RowCut(BLOCK_FRAGMENTS), results)
             self._tables[operation] = tiling, on_device(words, self._device)
         tiling, table = self._tables[operation]
         self._products[form].launch_grouped(x, image, groups, table, tiling, out, stream)

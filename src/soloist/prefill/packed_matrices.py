@@ -12,7 +12,7 @@ from soloist.megakernel.layer_kind import Operation
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.partition import RowOrder
 from soloist.model.torch_types import TORCH_DTYPES
-from soloist.prefill.fragments import Tiling, half_tiles_of_rows, halves_table, tiled
+from soloist.prefill.fragments import RowCut, Tiling, half_tiles_of_rows, halves_table, tiled
 from soloist.prefill.packed_choice import FormChoice, gated_out
 from soloist.prefill.packed_form import (
     Form,
@@ -91,7 +91,7 @@ class PackedMatrices(Products):
         self._parts = torch.empty(parts, dtype=torch.float32, device=image.device)
         self._kernels: dict[Form, PackedProduct] = {}
         self._launches: dict[tuple[str, int, Out, int], _Launch] = {}
-        self._tables: dict[tuple[Operation, int, bool, int], tuple[Tiling, Tensor]] = {}
+        self._tables: dict[tuple[Operation, int, bool, RowCut], tuple[Tiling, Tensor]] = {}
 
     def _embedding(self, name: str) -> Tensor:
         assert name == "embedding", "matrices are packed"
@@ -201,21 +201,21 @@ class PackedMatrices(Products):
     def _prepared(self, name: str, tokens: int, kind: Out, first: int) -> _Launch:
         layer, short = _place(name)
         operation = self.operation(name)
-        form, each = self._choice.of(operation, tokens, kind, first)
+        form, rows = self._choice.of(operation, tokens, kind, first)
         if form not in self._kernels:
             with torch.cuda.device(self._device):
                 self._kernels[form] = PackedProduct(form, self._cache_root)
-        tiling, table = self._table(operation, first, each, gated=is_gated(kind))
+        tiling, table = self._table(operation, first, rows, gated=is_gated(kind))
         image = self._address + self._plan.image.matrix_offset(layer, short)
         return _Launch(self._kernels[form], image, table, tiling)
 
     def _table(
-        self, operation: Operation, first: int, each: int, *, gated: bool
+        self, operation: Operation, first: int, rows: RowCut, *, gated: bool
     ) -> tuple[Tiling, Tensor]:
-        which = (operation, first, gated, each)
+        which = (operation, first, gated, rows)
         if which not in self._tables:
             found = self._choice.fragments(operation, first, gated=gated)
-            tiling, table = tiled(found, each, operation.matrix.rows // (2 if gated else 1))
+            tiling, table = tiled(found, rows, operation.matrix.rows // (2 if gated else 1))
             self._tables[which] = tiling, on_device(table, self._device)
         return self._tables[which]
 
