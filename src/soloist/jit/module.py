@@ -34,6 +34,7 @@ class _Like(NamedTuple):
     stream: int
     cooperative: bool
     cluster: int
+    overlaps: bool
 
 
 class Module:
@@ -78,7 +79,7 @@ class Module:
             call = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
             return int(self._call(what, call, self._function, threads, dynamic_smem))
 
-    def launch(
+    def launch(  # noqa: PLR0913 - what launches differ in
         self,
         grid: int,
         threads: int,
@@ -88,6 +89,7 @@ class Module:
         *,
         cooperative: bool = True,
         cluster: int = 1,
+        overlaps: bool = False,
     ) -> None:
         """Start the kernel in `stream` and return at once.
 
@@ -100,6 +102,8 @@ class Module:
             cooperative: blocks wait for each other, so all must run at once. More of them than fit
                 are refused.
             cluster: blocks of one cluster; `grid` is a multiple of it.
+            overlaps: it may begin while the kernel before it in the stream runs, and awaits it by
+                itself (ptx/dependent.cuh; sm_90 on).
 
         Raises LaunchError.
         """
@@ -111,7 +115,7 @@ class Module:
         assert grid % cluster == 0, f"{grid} blocks are no whole number of clusters of {cluster}"
         addresses = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         with self._current_context(what):
-            like = _Like(grid, threads, dynamic_smem, stream, cooperative, cluster)
+            like = _Like(grid, threads, dynamic_smem, stream, cooperative, cluster, overlaps)
             config = self._config_for(what, like)
             self._call(
                 what, "cuLaunchKernelEx", config, self._function, ctypes.addressof(addresses), 0
@@ -121,7 +125,7 @@ class Module:
         """How to start such a launch; refuses blocks that would wait for others for ever."""
         if (last := self._last_config) is not None and last[0] == like:
             return last[1]
-        grid, threads, dynamic_smem, stream, cooperative, cluster = like
+        grid, threads, dynamic_smem, stream, cooperative, cluster, overlaps = like
         self._allow_dynamic_smem(dynamic_smem)
         if cluster > _PORTABLE_CLUSTER:
             self._allow("NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
@@ -129,7 +133,12 @@ class Module:
         if cooperative:
             self._require_fit(what, config, grid, threads, dynamic_smem, cluster)
             if cluster == 1:  # the driver refuses both; what fits was checked
-                self._add_cooperative(config)
+                self._add(config, "COOPERATIVE", "cooperative")
+        if overlaps:
+            self._add(
+                config, "PROGRAMMATIC_STREAM_SERIALIZATION",
+                "programmaticStreamSerializationAllowed",
+            )  # fmt: skip
         self._last_config = like, config
         return config
 
@@ -148,10 +157,12 @@ class Module:
             config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    def _add_cooperative(self, config: Any) -> None:  # noqa: ANN401 - the bindings have no types
+    def _add(self, config: Any, name: str, value: str) -> None:  # noqa: ANN401 - the bindings have no types
+        """Switch an attribute of a launch on."""
         attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
+        names = self._driver.CUlaunchAttributeID
+        attribute.id = getattr(names, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        setattr(attribute.value, value, 1)
         config.attrs = [*config.attrs, attribute]
         config.numAttrs = len(config.attrs)
 

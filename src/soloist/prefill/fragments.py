@@ -227,11 +227,11 @@ def halves_table(halves: Iterable[Half]) -> bytes:
 # Of an SM in a cycle: bytes of weights from memory, bytes of weights and activations from the L2,
 # and tokens by which 64 rows and 16 columns are multiplied. Cycles that go by between two tiles,
 # that adding parts takes, and more for each of them.
-_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 44, 2, 2000, 7000, 1000
+_MEMORY_BYTES, _L2_BYTES, _TOKENS, _TILE, _ADDING, _PART = 20, 47, 2, 2000, 7000, 2000
 _STEP = 16  # columns of a product
 # Cycles that a warp takes for a step beside its products, and more for each token of a tile; and
 # how many times as many where there are two groups.
-_WARP, _WARP_TOKEN, _WARP_BESIDE = 45, 0.4, 1.3
+_WARP, _WARP_TOKEN, _WARP_BESIDE = 60, 0.6, 1.3
 
 
 @dataclass(frozen=True, slots=True)

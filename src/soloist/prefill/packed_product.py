@@ -146,7 +146,7 @@ class PackedProduct:
         args = (tensor_map(hopper.address(x), *x.shape, Box(form.tokens, CHUNK_COLUMNS)), product)
         self._module.launch(
             min(most_tiles, self._module.num_sms), form.threads, form.shared_bytes, args, stream,
-            cooperative=False,
+            cooperative=False, overlaps=not form.grouped,
         )  # fmt: skip
 
 

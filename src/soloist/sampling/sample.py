@@ -80,7 +80,7 @@ class Largest:
         self._token_id = token_id.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
         if logits.is_cuda:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(logits.device))
 
     def wait(self, position: int) -> int:

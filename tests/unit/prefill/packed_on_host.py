@@ -9,9 +9,9 @@ from soloist.prefill.packed_form import Form
 from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_shared
 
 _SHIMS = (
-    "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/tensor.cuh",
-    "ptx/transposed.cuh", "ptx/turns.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh", "ptx/e4m3.cuh",
-    "ptx/pairs.cuh", "ptx/prefetch.cuh", "sync/slots.cuh",
+    "ptx/memory.cuh", "ptx/mma.cuh", "ptx/bulk.cuh", "ptx/cluster.cuh", "ptx/dependent.cuh",
+    "ptx/tensor.cuh", "ptx/transposed.cuh", "ptx/turns.cuh", "ptx/wgmma.cuh", "ptx/setmaxnreg.cuh",
+    "ptx/e4m3.cuh", "ptx/pairs.cuh", "ptx/prefetch.cuh", "sync/slots.cuh",
 )  # fmt: skip
 
 _OWN = r"""

@@ -14,8 +14,9 @@ from soloist.prefill.page_form import PageForm, launch_scale
 from unit.prefill.block_on_host import PRODUCTS_IN_FLIGHT, compiled, without_shared
 
 _SHIMS = (
-    "ptx/cluster.cuh", "ptx/memory.cuh", "ptx/mma.cuh", "ptx/setmaxnreg.cuh", "ptx/stage.cuh",
-    "ptx/tensor.cuh", "ptx/turns.cuh", "ptx/wgmma_attention.cuh", "sync/slots.cuh",
+    "ptx/cluster.cuh", "ptx/dependent.cuh", "ptx/memory.cuh", "ptx/mma.cuh",
+    "ptx/setmaxnreg.cuh", "ptx/stage.cuh", "ptx/tensor.cuh", "ptx/turns.cuh",
+    "ptx/wgmma_attention.cuh", "sync/slots.cuh",
 )  # fmt: skip
 
 _OWN = r"""

@@ -25,6 +25,7 @@ from soloist.prefill.fragments import (
     Half,
     HalfKind,
     Load,
+    RowCut,
     Tiling,
     arranged_column,
     best_shares,
@@ -186,7 +187,9 @@ def test_tiles_are_even() -> None:
         count: int, columns: int, tokens: int, width: int, parts: tuple[int, ...] = (1,)
     ) -> tuple[int, int]:
         load = Load(count, columns, 16, width, -(-tokens // width))
-        return best_shares(load, 132, parts=parts)[:2]
+        found = best_shares(load, 132, parts=parts)
+        assert not found.rows.rest
+        return found.rows.each, found.parts
 
     # qkv of llama-3.1-8b after few tokens: on most SMs at once; after many: as much as fits.
     assert 96 <= 2 * -(-384 // shares(384, 4096, 128, 64)[0]) <= 132
@@ -196,10 +199,27 @@ def test_tiles_are_even() -> None:
     assert parts > 1
     assert 96 <= 2 * -(-128 // each) * parts <= 132
     pair = (Half(HalfKind.TILE), Half(HalfKind.TILE))
-    tiling, table = tiled([pair] * 11, 4, 176)
+    tiling, table = tiled([pair] * 11, RowCut(4), 176)
     assert tiling == Tiling(each=4, count=3, results=176)
     kinds = np.frombuffer(table, np.uint32).reshape(3, BLOCK_FRAGMENTS, 2, HALF_BYTES // 4)[..., 6]
     assert (kinds == HalfKind.TILE).sum(axis=(1, 2)).tolist() == [8, 8, 6]
+
+
+def test_the_last_round_has_narrower_tiles() -> None:
+    # gate_up of laneformer-2b-as-llama after 128 tokens: tiles of 8 would take two whole rounds,
+    # and tiles of 4 three, each of which reads all tokens.
+    rows = best_shares(Load(1536, 3072, 16, 128, 1), 132, multiple=4).rows
+    assert rows == RowCut(8, whole=132, rest=4)
+    rows = RowCut(5, whole=2, rest=3)
+    places = [HalfKind.TILE] * 17
+    found = [(Half(kind, at=i), Half(kind, at=i)) for i, kind in enumerate(places)]
+    assert [[half.at for half, _ in tile] for tile in rows(found)] == [
+        [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15], [16],
+    ]  # fmt: skip
+    tiling, table = tiled(found, rows, 272)
+    assert tiling == Tiling(each=5, count=5, results=272)
+    kinds = np.frombuffer(table, np.uint32).reshape(5, BLOCK_FRAGMENTS, 2, HALF_BYTES // 4)[..., 6]
+    assert (kinds == HalfKind.TILE).sum(axis=(1, 2)).tolist() == [10, 10, 6, 6, 2]
 
 
 def test_chunks_are_neighbouring_columns() -> None:

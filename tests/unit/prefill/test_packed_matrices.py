@@ -1,6 +1,7 @@
 """Prompts through a small model's packed matrices; the kernels are those for the GPU, by g++."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +27,7 @@ from soloist.model.quantized import Codes, Quantized
 from soloist.parallel.share import Share
 from soloist.prefill import packed_choice, packed_matrices
 from soloist.prefill.buffers import prefill_bytes
-from soloist.prefill.fragments import Tiling, arranged_column
+from soloist.prefill.fragments import RowCut, Shares, Tiling, arranged_column
 from soloist.prefill.packed_choice import FormChoice, forms_of_passes, widths_for
 from soloist.prefill.packed_form import (
     Form,
@@ -246,7 +247,11 @@ def test_few_tokens_and_many_columns_are_multiplied_in_parts(
     weights = {n: x.to(torch.bfloat16) for n, x in random_weights(config).items()}
     plan = make_plan(config, Dtype.BF16, Gpu("sm_90a", 5, 227 * 1024))
     packed = pack_weights(plan, shard_all(Share(config, 1, 0), dict(weights)), CPU)
-    monkeypatch.setattr(packed_choice, "best_shares", lambda *_, parts, **__: (8, parts[-1], 1.0))
+
+    def most_parts(*_: object, parts: Sequence[int], **__: object) -> Shares:
+        return Shares(RowCut(8), parts[-1], 1.0)
+
+    monkeypatch.setattr(packed_choice, "best_shares", most_parts)
     products = PackedMatrices(FormChoice(plan), packed, {}, TOKENS, None)
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):

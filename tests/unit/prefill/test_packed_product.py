@@ -19,7 +19,7 @@ from soloist.megakernel.partition import RowOrder
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.weight_format import format_of
 from soloist.model.dtype import Dtype
-from soloist.prefill.fragments import GROUP_FRAGMENTS, arranged_columns, fragments, tiled
+from soloist.prefill.fragments import GROUP_FRAGMENTS, RowCut, arranged_columns, fragments, tiled
 from soloist.prefill.packed_form import (
     ARCH,
     ENTRY,
@@ -216,7 +216,7 @@ def multiplied(case: Packed, form: Form, x: Tensor, each: int, folder: Path) -> 
     stream = torch.cuda.current_stream().cuda_stream
     results = matrix.rows // (2 if gated else 1)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, table = tiled(found, each, results)
+    tiling, table = tiled(found, RowCut(each), results)
     device, image = torch.device("cuda"), case.image.cuda()
     dtype = torch.float32 if form.out is Out.WIDE else x.dtype
     rows = form.parts * len(x)
@@ -300,6 +300,39 @@ def test_groups_without_rows_give_back_what_comes_on_the_gpu(
     for _ in range(20):
         seen = multiplied(case, form, x, each, tmp_path)
         assert (seen.double() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_products_await_the_kernel_beside_which_they_begin(tmp_path: Path) -> None:
+    """Tokens and results are in the same memory all the time, and kernels follow at once."""
+    needs_hopper()
+    case = packed_matrix("plain", (4096, 2048, SHAPES["one block"][2], 100, 3))
+    image, stream = case.image.cuda(), torch.cuda.current_stream().cuda_stream
+    draw = torch.Generator("cuda").manual_seed(0)
+    xs = torch.randn(40, 2048, 2048, generator=draw, device="cuda").to(torch.bfloat16)
+    form = form_of(case.operation.matrix, Dtype.BF16, 256, Out.VALUES)
+    found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=False)
+    tiling, words = tiled(found, RowCut(8, whole=8, rest=4), case.operation.matrix.rows)
+    table, kernel = on_device(words, image.device), PackedProduct(form, tmp_path)
+    beside = PackedRows(rows_source(format_of(Dtype.BF16), Dtype.BF16, 1), tmp_path)
+    arranged = torch.empty_like(xs[0])
+    out = torch.empty(len(xs[0]), tiling.results, dtype=torch.bfloat16, device="cuda")
+
+    def all_products(*, waits: bool) -> Tensor:
+        kept = torch.empty(len(xs), *out.shape, dtype=out.dtype, device="cuda")
+        for x, to in zip(xs, kept, strict=True):
+            for step in (
+                lambda x=x: beside.arrange(x, None, arranged, stream),
+                lambda: kernel.launch(arranged, image.data_ptr(), table, tiling, out, stream),
+                lambda to=to: to.copy_(out),
+            ):
+                step()
+                if waits:
+                    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return kept
+
+    assert torch.equal(all_products(waits=False), all_products(waits=True))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from soloist.megakernel.weight_format import quantized_format
 from soloist.model.dtype import Dtype
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
-from soloist.prefill.fragments import arranged_columns, fragments, tiled
+from soloist.prefill.fragments import RowCut, arranged_columns, fragments, tiled
 from soloist.prefill.packed_form import SLICED_TOKEN_SLOTS, Form, Out, form_of, rows_source
 from unit.prefill.eight_bits import in_order, quantised_rows
 from unit.prefill.packed_matrices import SHAPES, Packed, packed_matrix
@@ -29,7 +29,7 @@ def form(case: Packed, tokens: int, out: Out, **changes: object) -> Form:
 
 
 def product(
-    case: Packed, own: Form, x: Tensor, folder: Path, each: int, seed: int = 1,
+    case: Packed, own: Form, x: Tensor, folder: Path, each: int | RowCut, seed: int = 1,
     changes: Mapping[str, str] | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel's result, with a row and a column behind it that it must not touch."""
@@ -40,7 +40,7 @@ def product(
     dtype = torch.float32 if own.out is Out.WIDE else x.dtype
     out = torch.full((own.parts * len(x) + 1, pitch), UNTOUCHED, dtype=dtype)
     found = fragments(case.plan.shape, case.operation, case.image.shape[1], gated=gated)
-    tiling, words = tiled(found, each, results)
+    tiling, words = tiled(found, each if isinstance(each, RowCut) else RowCut(each), results)
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     arranged, scales = x[:, arranged_columns(matrix.columns)].contiguous(), None
     if own.eight_bits:
@@ -123,14 +123,15 @@ def test_pairs_are_rounded_once(codes: Codes, dtype: Dtype, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "groups", "each", "tokens", "width"),
     [("plain", 2, 8, 70, 64), ("plain", 2, 5, 9, 8), ("plain", 1, 3, 9, 8),
+     ("plain", 2, RowCut(7, whole=1, rest=2), 9, 8),
      ("int4", 2, 5, 130, 128), ("fp8-block", 2, 8, 64, 64), ("int8-zeros", 1, 4, 64, 64),
      pytest.param("int4", 2, 3, 130, 128, marks=pytest.mark.slow),
      pytest.param("plain", 2, 7, 70, 64, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_products_are_those_of_torch(
-    kind: str, groups: int, each: int, tokens: int, width: int, tmp_path: Path
+    kind: str, groups: int, each: int | RowCut, tokens: int, width: int, tmp_path: Path
 ) -> None:
-    """Also where the second group has no rows in some tiles, or in any."""
+    """Also where the second group has no rows in some tiles, or in any, and tiles differ."""
     case = packed_matrix(kind, SHAPES["halves left over"])
     x = activations(case, tokens)
     own = form(case, width, Out.VALUES, groups=groups)

@@ -8,6 +8,7 @@
 // Values lie in pages with a row for each column, as products want them. Results may be `arranged`: as products with packed matrices read
 // them (`arranged_column` of prefill/fragments.py).
 #include "ptx/cluster.cuh"
+#include "ptx/dependent.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -392,6 +393,7 @@ extern "C" __global__ void __launch_bounds__(kAttendThreads, 1)
                  u32 layer, u32 window, float scale, u32 arranged) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ u64 barriers[2 + 2 * kAttendSlots];
+  let_next_begin();
   const u32 data = shared_address(shared), first = shared_address(barriers);
   const Places at{data, data + kTileBytes, data + (1 + kAttendSlots) * kTileBytes,
                   first, first + 8, first + 16, first + 16 + kAttendSlots * 8};
@@ -423,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(kComputing)
     merge_splits(u16* __restrict__ out, const float4* __restrict__ partials, u32 slots, const u32* __restrict__ query_bounds,
                  const u32* __restrict__ key_bounds, u32 window, float scale, u32 blocks, u32 arranged) {
   constexpr u32 kParts = kHeadDim / 32, kOwn = kFours / kParts, kAhead = 4;
+  let_next_begin();
   const PassShape pass = pass_shape(__ldg(query_bounds + 1), __ldg(key_bounds + 1), window, blocks, slots);
   const u32 pair = blockIdx.x / kParts, part = blockIdx.x % kParts;
   if (!pass.is_split || pair >= pass.pairs) return;

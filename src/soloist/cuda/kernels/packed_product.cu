@@ -16,6 +16,9 @@
 // take as long as a tenth of a tile, in which the next one is multiplied.
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
+// The kernel begins while the one before it still runs: weights come to their slots meanwhile. All that other kernels write is read
+// by threads that have awaited these, or behind what such a thread has had copied. (Of experts it says which weights: they begin later.)
+//
 // While a group's products are made it makes the next span's operands, and reads the weights of the one after from shared memory.
 //
 // kEightBits: both factors have 8 bits, e4m3. Codes of the matrix are operands as they are stored, and tokens come in 8 bits with a scale
@@ -27,6 +30,7 @@
 // matrix. What lies behind a piece's last row is multiplied with it and not written.
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/dependent.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tensor.cuh"
 #include "ptx/transposed.cuh"
@@ -369,7 +373,8 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kSums], const Product& 
 #pragma unroll
   for (u32 j = 0; j < kTokens / 8; ++j) {
     const u32 own = token + j * 8 + lane % 4 * 2;
-    const float2 tokens = __ldg(reinterpret_cast<const float2*>(product.token_scales + (own < last ? own : last)));
+    // Not __ldg: they may be written while this kernel runs already.
+    const float2 tokens = *reinterpret_cast<const float2*>(product.token_scales + (own < last ? own : last));
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
       sums[j * 4 + h * 2] = __fmul_rn(sums[j * 4 + h * 2], __fmul_rn(rows[h], tokens.x));
@@ -562,6 +567,7 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     packed_product(const __grid_constant__ TensorMap x, const __grid_constant__ Product product) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ u64 barriers[2 * (kTokenSlots + kWeightSlots + kResultSlots)];
+  let_next_begin();
   const u32 data = kept(shared_address(shared)), full = kept(shared_address(barriers));
   const auto ring = [](u32 data, u32 barriers, u32 slots) { return Ring{data, barriers, barriers + slots * 8}; };
   const Ring tokens = ring(data, full, kTokenSlots);
@@ -592,14 +598,17 @@ extern "C" __global__ void __launch_bounds__(kPackedThreads, 1)
     if constexpr (kTradesRegisters) keep_registers<kLoadRegisters>();
     const u32 number = warp - kMultiplyingWarps;
     if (number == 0) {
+      await_kernels_before();
       if (lane == 0) load_tokens(tokens, x, product);
     } else if (number <= kWeightWarps) {
       load_weights(weights, product, number - 1, lane);
     } else {
+      await_kernels_before();
       store_results(results, product, lane);
     }
   } else {
     if constexpr (kTradesRegisters) gain_registers<kMultiplyRegisters>();
+    if constexpr (kEightBits) await_kernels_before();  // tokens' scales
     multiply({tokens, weights, results, data + kTokenRing + kWeightRing + kResultRing}, product, warp, lane);
   }
 }

@@ -1,4 +1,5 @@
 // What goes with products of packed matrices: activations whose columns are arranged, and rows of an embedding that is packed.
+#include "ptx/dependent.cuh"
 #include "tile/arranged.cuh"
 #include "tile/fragments.cuh"
 
@@ -6,6 +7,7 @@
 // table. A thread has 16 bytes of the result; K is a multiple of 32.
 extern "C" __global__ void __launch_bounds__(256)
     arrange(const u16* __restrict__ x, const u16* __restrict__ columns, uint4* __restrict__ out, u32 row_values, u32 count) {
+  let_next_begin();
   const u32 i = blockIdx.x * 256 + threadIdx.x;
   if (i >= count) return;
   const u32 row = i / (row_values / 8), at = i % (row_values / 8), first = first_arranged_column(at);

@@ -2,6 +2,7 @@
 //
 // Products come as fp32 or in the 16-bit type (kWideProducts), gate and up always in the latter; every result is
 // rounded once. Defined by TorchElementwise (prefill/elementwise.py). Blocks have kThreads threads and one grid dimension.
+#include "ptx/dependent.cuh"
 #include "sync/meeting.cuh"
 #include "tile/arranged.cuh"
 #include "tile/silu.cuh"
@@ -60,6 +61,7 @@ __device__ __forceinline__ void add_and_norm(float4* __restrict__ residual, cons
                                              uint2* __restrict__ out, u32 keeps, u32 parts) {
   constexpr u32 kRow = kHidden / 4, kOwn = (kRow + kThreads - 1) / kThreads;
   const u64 start = static_cast<u64>(blockIdx.x) * kRow;
+  let_next_begin();
   float4 x[kOwn];
   float squares = 0.0f;
 #pragma unroll

@@ -1,4 +1,5 @@
 // Activations in 8 bits, for products with FP8 matrices (kernels/packed_product.cu): e4m3 with a scale for each token.
+#include "ptx/dependent.cuh"
 #include "ptx/e4m3.cuh"
 #include "ptx/mma.cuh"
 
@@ -23,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     quantize_rows(const u16* __restrict__ x, const u16* __restrict__ columns, uint4* __restrict__ codes, float* __restrict__ scales,
                   u32 row_values, u32 arranged) {
   __shared__ u32 of_warps[kThreads / 32];
+  let_next_begin();
   const u16* const row = x + static_cast<u64>(blockIdx.x) * row_values;
   u32 most = 0;
   for (u32 i = threadIdx.x; i < row_values / 8; i += kThreads) {
