@@ -46,8 +46,10 @@ RECORDED = Path(__file__).with_name("bits.json")
 RANKS = (1, 2, 4, 8)
 FORCED_TOKENS, ROUNDS, PROMPT_TOKENS, NEW_TOKENS = 96, 40, 100, 32
 # The hashes guard the decode kernel. Tokens that follow a prompt were recorded where a library
-# attends; a kernel of ours, which prompts have on Hopper, gives keys and values other last bits.
+# multiplies and attends; kernels of ours, which prompts have on Hopper, give keys and values other
+# last bits.
 CAPACITY = Capacity(CONTEXT, page_attention=False)
+READING = Reading(packed_prompts=False, page_attention=False)
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 SAMPLED = replace(
     GREEDY, temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=7
@@ -146,7 +148,9 @@ def test_lanes(name, ranks, tmp_path, request) -> None:
 def test_etude(ranks, request) -> None:
     where = {"rank_devices": (0,) * ranks} if ranks > 1 else {}
     engine = Engine.load(
-        EngineConfig("etude", "cuda", context_tokens=256, page_attention=False, **where)
+        EngineConfig(
+            "etude", "cuda", context_tokens=256, packed_prompts=False, page_attention=False, **where
+        )
     )
     ids = prompt(engine.config, PROMPT_TOKENS)
     found = bits(engine.model, engine.config.vocab_size, ids)
@@ -174,7 +178,6 @@ def test_shapes(file, dtype, ranks, request) -> None:
     if support.plan is None:
         compare(name, {"refused": support.refusal}, request.config)
         return
-    reading = Reading(page_attention=False)
-    model = shape_on_gpu(rounded_shape(config, dtype), 256, placed, reading=reading)
+    model = shape_on_gpu(rounded_shape(config, dtype), 256, placed, reading=READING)
     found = bits(model, config.vocab_size, prompt(config, PROMPT_TOKENS))
     compare(name, found, request.config)
