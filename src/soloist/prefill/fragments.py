@@ -183,7 +183,7 @@ class RowCut:
     whole: int = 0
     rest: int = 0
 
-    def __call__(self, found: Sequence[Fragment]) -> list[Sequence[Fragment]]:
+    def tiles(self, found: Sequence[Fragment]) -> list[Sequence[Fragment]]:
         """The fragments of each tile."""
         stop = self.whole * self.each if self.rest else len(found)
         wide = [found[at : min(at + self.each, stop)] for at in range(0, stop, self.each)]
@@ -209,7 +209,7 @@ class Tiling:
 def tiled(found: Sequence[Fragment], cut: RowCut, results: int) -> tuple[Tiling, bytes]:
     """Tiles of fragments, and their table: BLOCK_FRAGMENTS fragments a tile, of two halves each."""
     nothing = (_NOTHING, _NOTHING)
-    tiles = cut(found)
+    tiles = cut.tiles(found)
     filled = (
         half
         for tile in tiles

@@ -213,7 +213,7 @@ def test_the_last_round_has_narrower_tiles() -> None:
     rows = RowCut(5, whole=2, rest=3)
     places = [HalfKind.TILE] * 17
     found = [(Half(kind, at=i), Half(kind, at=i)) for i, kind in enumerate(places)]
-    assert [[half.at for half, _ in tile] for tile in rows(found)] == [
+    assert [[half.at for half, _ in tile] for tile in rows.tiles(found)] == [
         [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15], [16],
     ]  # fmt: skip
     tiling, table = tiled(found, rows, 272)

@@ -17,7 +17,8 @@
 // Blocks take tiles in turn, first along the tokens: those that run at once share rows of the matrix in the L2.
 //
 // The kernel begins while the one before it still runs: weights come to their slots meanwhile. All that other kernels write is read
-// by threads that have awaited these, or behind what such a thread has had copied. (Of experts it says which weights: they begin later.)
+// by threads that have awaited these, or behind what such a thread has had copied. Products of experts begin when the kernel before them
+// is over, since it says which weights they read.
 //
 // While a group's products are made it makes the next span's operands, and reads the weights of the one after from shared memory.
 //
