@@ -51,13 +51,13 @@ inline float number_of_e4m3(u32 code) {
                               : std::ldexp(static_cast<float>(mantissa), -9);
   return code & 0x80 ? -size : size;
 }
-inline u32 fp16_of_e4m3(u16 two) {
-  u32 pair = 0;
-  for (u32 i = 0; i < 2; ++i) {
-    const _Float16 value = static_cast<_Float16>(number_of_e4m3(two >> 8 * i & 0xFF));
-    pair |= static_cast<u32>(bits_to<u16>(value)) << 16 * i;
+inline uint2 fp16_of_e4m3(u32 four) {
+  u32 pairs[2] = {0, 0};
+  for (u32 i = 0; i < 4; ++i) {
+    const _Float16 value = static_cast<_Float16>(number_of_e4m3(four >> 8 * i & 0xFF));
+    pairs[i / 2] |= static_cast<u32>(bits_to<u16>(value)) << 16 * (i % 2);
   }
-  return pair;
+  return {pairs[0], pairs[1]};
 }
 // The nearest code, of two as near the even one.
 inline u8 e4m3_of(float x) {

@@ -7,6 +7,7 @@
 // load(tile, place, both, half_tiles): `tile` is the address of a tile, or of half tiles of two steps (of one unless
 // `both`); `place` says where in it a lane's values and scales lie.
 #pragma once
+#include "ptx/e4m3.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "spec.cuh"
@@ -442,12 +443,7 @@ struct Fp8 {
   // Two registers of an operand, whose values are 2^-kBits as large.
 #if __CUDA_ARCH__ >= 890
   static constexpr u32 kBits = 0;
-  static __device__ __forceinline__ uint2 widened(u32 word) {
-    uint2 v;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v.x) : "h"(static_cast<u16>(word)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v.y) : "h"(static_cast<u16>(word >> 16)));
-    return v;
-  }
+  static __device__ __forceinline__ uint2 widened(u32 word) { return fp16_of_e4m3(word); }
 #else
   static constexpr u32 kBits = 8;
   static __device__ __forceinline__ u32 placed(u32 pair) { return (pair & 0x80008000) | (pair >> 1 & 0x3F803F80); }

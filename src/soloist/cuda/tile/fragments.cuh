@@ -206,11 +206,9 @@ __device__ __forceinline__ float widened_byte(u32 word, u32 byte) {
 __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) {
   float v[4];
   if constexpr (kCodes == Codes::kFp8) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const u32 pair = fp16_of_e4m3(static_cast<u16>(codes >> 16 * i));
-      v[2 * i] = from_fp16(static_cast<u16>(pair)), v[2 * i + 1] = from_fp16(static_cast<u16>(pair >> 16));
-    }
+    const uint2 pairs = fp16_of_e4m3(codes);
+    v[0] = from_fp16(static_cast<u16>(pairs.x)), v[1] = from_fp16(static_cast<u16>(pairs.x >> 16));
+    v[2] = from_fp16(static_cast<u16>(pairs.y)), v[3] = from_fp16(static_cast<u16>(pairs.y >> 16));
   } else {
     const u32 unsigned_codes = kSigned ? codes ^ 0x80808080u : codes;
     const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
