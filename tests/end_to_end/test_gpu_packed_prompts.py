@@ -26,6 +26,7 @@ from soloist.prefill.widths import candidate_widths
 from soloist.weights.choice import Rounding
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
+from unit.gguf.writing import write_etude
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +82,19 @@ def test_prompts_are_those_read_from_rows(codes: Codes | None, tmp_path: Path) -
     vocab = rows.config.vocab_size
     for tokens in LENGTHS:
         require_near(logits(packed.model, vocab, tokens), logits(rows.model, vocab, tokens))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_prompts_of_gguf_files_are_those_read_from_rows(kind: str, tmp_path: Path) -> None:
+    """étude; how a prompt is cut changes no bit."""
+    file = write_etude(tmp_path / f"etude-{kind}.gguf", kind)
+    rows, packed = (load(file, packed_prompts=asked) for asked in (False, True))
+    assert isinstance(packed.model, KernelModel)
+    vocab = rows.config.vocab_size
+    for tokens in LENGTHS:
+        seen = logits(packed.model, vocab, tokens)
+        require_near(seen, logits(rows.model, vocab, tokens))
+        assert torch.equal(logits(packed.model, vocab, tokens, LEAST_CHUNK_TOKENS), seen)
 
 
 def test_all_widths_are_batch_invariant() -> None:

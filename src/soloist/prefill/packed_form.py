@@ -58,7 +58,10 @@ _WEIGHT_WARPS = _GROUP_WARPS - 2
 # Of threads that do not multiply and of others, once groups of warps have traded those that the
 # launch gives all of them: of tiles of a few tokens, whose sums are few, and of wider ones.
 _FEW_REGISTERS, _REGISTERS = (56, 224), (40, 232)
-_CODES = {None: "kPlain", Codes.INT4: "kInt4", Codes.INT8: "kInt8", Codes.FP8: "kFp8"}
+_CODES = {
+    None: "kPlain", Codes.INT4: "kInt4", Codes.INT6: "kInt6", Codes.INT8: "kInt8",
+    Codes.FP8: "kFp8",
+}  # fmt: skip
 _SCALES = {Dtype.BF16: "kBf16", Dtype.FP16: "kFp16", Dtype.FP32: "kFp32"}
 
 
@@ -301,8 +304,8 @@ def can_slice(form: Form) -> bool:
     return num_chunks(form.columns) % (2 * form.parts * form.groups) == 0 and not form.grouped
 
 
-def knows_format(stored: WeightFormat) -> bool:
-    """Whether these products know it: not with offsets, nor with super-blocks."""
+def has_run(stored: WeightFormat) -> bool:
+    """Whether products with it have run on a GPU: not with offsets, nor within super-blocks."""
     return not (stored.offset_bits or stored.super_block)
 
 
@@ -374,6 +377,7 @@ def weights_header(
         "kPairsSteps": pairs_steps,
         "kEndsInHalf": ends_in_half,
         "kHasZeros": stored.zero_bits > 0,
+        "kHasOffsets": stored.offset_bits > 0,
     }
     numbers = {
         "kStepColumns": STEP_COLUMNS,
@@ -383,6 +387,7 @@ def weights_header(
         "kSteps": steps,
         "kGroup": stored.group or STEP_COLUMNS,
         "kScaleRows": stored.scale_rows,
+        "kSuperColumns": stored.super_block,
     }
     return "\n".join(
         [

@@ -6,7 +6,7 @@ from soloist.prefill.fragments import ARRANGED_COLUMNS, has_fragments
 from soloist.prefill.packed_form import (
     ARCH,
     EIGHT_BIT_COLUMNS,
-    knows_format,
+    has_run,
     operations_of,
     takes_eight_bits,
 )
@@ -16,7 +16,7 @@ def require_packed_prompts(plan: Plan) -> None:
     """Refuse what these products cannot do, before anything is allocated.
 
     Raises:
-        ShapeUnsupported: other GPUs, several of them, lanes, or matrices of other sizes or formats.
+        ShapeUnsupported: other GPUs, several of them, lanes, or matrices of other sizes.
     """
     if plan.gpu.arch != ARCH:
         raise ShapeUnsupported(f"prompts from packed weights on {plan.gpu.arch}", ARCH)
@@ -29,9 +29,6 @@ def require_packed_prompts(plan: Plan) -> None:
         if matrix.columns % ARRANGED_COLUMNS:
             given = f"{matrix.columns} columns of {matrix.name}"
             raise ShapeUnsupported(given, f"multiples of {ARRANGED_COLUMNS}")
-        if not knows_format(matrix.format):
-            given = f"{matrix.name} in {matrix.format.name}"
-            raise ShapeUnsupported(given, "formats without offsets and super-blocks")
         assert has_fragments(op), "a rank that is alone has units of whole halves"
 
 
@@ -57,7 +54,7 @@ def packs_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
 
     Args:
         plan: of the decode kernel; None is the reference's.
-        asked: for or against; None: where these products can do it.
+        asked: for or against; None: where these products can do it, and have done it on a GPU.
     """
     if asked is not None or plan is None:
         return bool(asked)
@@ -65,4 +62,4 @@ def packs_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
         require_packed_prompts(plan)
     except ShapeUnsupported:
         return False
-    return True
+    return all(has_run(op.matrix.format) for op in operations_of(plan))

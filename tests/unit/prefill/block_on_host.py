@@ -56,6 +56,7 @@ inline u32 __float_as_uint(float x) { return bits_to<u32>(x); }
 inline float __uint_as_float(u32 x) { return bits_to<float>(x); }
 inline float __int_as_float(i32 x) { return bits_to<float>(x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline u32 __popc(u32 x) { return __builtin_popcount(x); }

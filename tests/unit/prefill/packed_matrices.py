@@ -18,8 +18,7 @@ from soloist.model.torch_types import TORCH_DTYPES
 from soloist.weights.numbers import as_numbers
 from soloist.weights.packing import pack
 
-# Products with offsets and super-blocks are not made from packed weights.
-KINDS = ("plain", *(k for k, of in FORMATS.items() if not of.has_offsets and not of.super_block))
+KINDS = ("plain", *FORMATS)
 # Rows, columns, order, blocks, tiles whose sums a warp keeps at once.
 Shape = tuple[int, int, RowOrder, int, int]
 SHAPES: dict[str, Shape] = {

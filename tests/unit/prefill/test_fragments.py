@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreter.quantised import FORMATS, random_parts
 from plan.shapes import PUBLIC, all_operations, models, small_plan
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.partition import RowOrder
@@ -80,8 +81,12 @@ def code_place(
     return p * 512 + lane * 16 + (2 * m + r) * 4 + 2 * half + value, 0
 
 
+# Codes of six bits lie in two places each, as tests of the CUDA code find them.
+WHOLE = [kind for kind in KINDS if kind == "plain" or FORMATS[kind].codes is not Codes.INT6]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WHOLE)
 def test_every_register_gets_its_value(kind: str, shape: str) -> None:
     """Codes without their scales: those are the business of tests of the CUDA code."""
     case = packed_matrix(kind, SHAPES[shape])
@@ -131,8 +136,6 @@ def test_every_register_gets_its_value(kind: str, shape: str) -> None:
 
 def wanted_codes(kind: str, shape: tuple, numbers: torch.Tensor) -> np.ndarray:
     """What is stored of each number, as an unsigned integer."""
-    from interpreter.quantised import FORMATS, random_parts
-
     if kind == "plain":
         return numbers.view(torch.int16).numpy().view(np.uint16).astype(np.int64)
     rows, columns, *_ = shape

@@ -168,7 +168,8 @@ def logits(config: ModelConfig, own: dict, matrices: Matrices | Products) -> Ten
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("untied", None), ("tied", None), ("biases", None), ("untied", "int4"),
-     ("untied", "fp8-block"), ("untied", "int4-permuted")],
+     ("untied", "fp8-block"), ("untied", "int4-permuted"), ("untied", "int4-offsets"),
+     ("untied", "super-mixed")],
 )  # fmt: skip
 def test_prompts_read_what_decoding_reads(name: str, kind: str | None) -> None:
     config = MODELS[name]
@@ -318,14 +319,6 @@ def test_what_it_does_not_do_is_refused() -> None:
         require_packed_prompts(plan(SMALL, ranks=2))
     with pytest.raises(ShapeUnsupported, match="40 columns of down"):
         require_packed_prompts(plan(model(HEADS, ffn=40, hidden_size=64)))
-    blocks = formats_of(alike(replace(SMALL, tied_head=False), "super-int4"))
-    with pytest.raises(ShapeUnsupported, match="without offsets and super-blocks"):
-        require_packed_prompts(
-            make_plan(
-                replace(SMALL, tied_head=False), Dtype.BF16, Gpu("sm_90a", 9, 227 * 1024),
-                formats=blocks,
-            )
-        )  # fmt: skip
 
 
 def test_prompts_are_packed_where_products_can_read_them() -> None:
@@ -333,6 +326,10 @@ def test_prompts_are_packed_where_products_can_read_them() -> None:
     plain, other = (make_plan(SMALL, Dtype.BF16, gpu) for gpu in (hopper, ampere))
     int4 = make_plan(SMALL, Dtype.BF16, hopper, formats=formats_of(alike(SMALL, "int4")))
     assert [packs_prompts(p) for p in (plain, other, int4, None)] == [True, False, True, False]
+    untied = replace(SMALL, tied_head=False)
+    blocks = make_plan(untied, Dtype.BF16, hopper, formats=formats_of(alike(untied, "super-int4")))
+    assert [packs_prompts(blocks), packs_prompts(blocks, asked=True)] == [False, True]
+    require_packed_prompts(blocks)
     assert not packs_prompts(plain, asked=False)
     assert packs_prompts(plain, asked=True)
 

@@ -73,13 +73,20 @@ WIDE = [
     ("plain", "halves left over", Dtype.BF16), ("plain", "part of a step", Dtype.FP16),
     ("int4", "two groups", Dtype.BF16), ("int4-zeros", "halves left over", Dtype.FP16),
     ("int8-zeros", "halves left over", Dtype.BF16), ("fp8-block", "an odd vocabulary", Dtype.BF16),
+    ("int4-offsets", "halves left over", Dtype.BF16), ("super-int4", "two groups", Dtype.BF16),
+    ("super-int6", "halves left over", Dtype.BF16), ("super-mixed", "two groups", Dtype.FP16),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             ("plain", "an odd vocabulary", Dtype.BF16), ("int4", "halves left over", Dtype.BF16),
             ("int4-wide", "one block", Dtype.FP16), ("int4-zeros-64", "heads", Dtype.BF16),
             ("int8", "one block", Dtype.BF16), ("fp8", "two groups", Dtype.BF16),
-            ("fp8-32", "halves left over", Dtype.FP16),
+            ("fp8-32", "halves left over", Dtype.FP16), ("int4-offsets", "heads", Dtype.FP16),
+            ("super-int4", "halves left over", Dtype.FP16),
+            ("super-int6", "two groups", Dtype.BF16),
+            ("super-int6-offset", "gate and up", Dtype.BF16),
+            ("super-mixed", "one block", Dtype.BF16),
+            ("super-int6", "an odd vocabulary", Dtype.FP16),
         )
     ),
 ]  # fmt: skip
@@ -125,6 +132,7 @@ def test_pairs_are_rounded_once(codes: Codes, dtype: Dtype, tmp_path: Path) -> N
     [("plain", 2, 8, 70, 64), ("plain", 2, 5, 9, 8), ("plain", 1, 3, 9, 8),
      ("plain", 2, RowCut(7, whole=1, rest=2), 9, 8),
      ("int4", 2, 5, 130, 128), ("fp8-block", 2, 8, 64, 64), ("int8-zeros", 1, 4, 64, 64),
+     ("super-int6", 2, 8, 130, 128),
      pytest.param("int4", 2, 3, 130, 128, marks=pytest.mark.slow),
      pytest.param("plain", 2, 7, 70, 64, marks=pytest.mark.slow)],
 )  # fmt: skip

@@ -47,7 +47,9 @@ inline constexpr u32 kBoxes = kEightBits ? 1 : kSpanChunks, kBoxBytes = kTokens 
 inline constexpr u32 kSlotSpans = kWeightChunks / kSpanChunks, kProducts = 4 * kBoxes;
 // Of a slot's chunks, the next but one follows in memory where steps are paired: a half's part of them is copied in two runs.
 inline constexpr u32 kRuns = kPairsSteps && kWeightChunks > 1 ? 2 : 1, kRunChunks = kWeightChunks / kRuns;
-inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes;
+inline constexpr u32 kRunBytes = kRunChunks * kPieceBytes, kMoreRunBytes = kRunChunks * kMoreBytes;
+// Of a fragment in a slot: pieces of all its chunks, and then what integers of 6 bits have more.
+inline constexpr u32 kMoreFrom = 2 * kWeightChunks * kPieceBytes;
 inline constexpr u32 kSlotFragmentBytes = kWeightChunks * kFragmentBytes, kWeightBytes = kFragments * kSlotFragmentBytes;
 inline constexpr u32 kTokenRing = kTokenSlots * kTokenBytes, kWeightRing = kWeightSlots * kWeightBytes;
 inline constexpr u32 kSums = kTokens / 2;
@@ -155,7 +157,7 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
     Half half{};
     if (piece < 2 * kFragments) half = product.table[own.row_tile * kTableHalves + piece];
     const bool copies = half.kind != HalfKind::kNone;
-    const u32 bytes = __popc(__ballot_sync(~0u, copies)) * (kWeightChunks * kPieceBytes);
+    const u32 bytes = __popc(__ballot_sync(~0u, copies)) * (kWeightChunks * (kPieceBytes + kMoreBytes));
 #pragma unroll 1
     for (u32 i = 0; i < kOwnChunks * kSlices; i += kWeightChunks, to.next()) {
       const u32 number = i / kWeightChunks, chunk = own.first_chunk(number % kSlices) + number / kSlices * kWeightChunks;
@@ -164,10 +166,14 @@ __device__ __forceinline__ void load_weights(const Ring& ring, const Product& pr
       if (lane == 0) mbarrier_expect(full, bytes);
       __syncwarp();
       if (copies) {
-        const u32 which = piece % 2, at = ring.data + to.slot * kWeightBytes + piece / 2 * kSlotFragmentBytes + which * kRunBytes;
+        const u32 which = piece % 2, fragment = ring.data + to.slot * kWeightBytes + piece / 2 * kSlotFragmentBytes;
+        const u32 at = fragment + which * kRunBytes, more = fragment + kMoreFrom + which * kMoreRunBytes;
 #pragma unroll
-        for (u32 run = 0; run < kRuns; ++run)
+        for (u32 run = 0; run < kRuns; ++run) {
           copy_bulk(at + run * 2 * kRunBytes, own.image + piece_at(half, which, chunk + run, kRunBytes), kRunBytes, full);
+          if constexpr (kMoreBytes > 0)
+            copy_bulk(more + run * 2 * kMoreRunBytes, own.image + more_at(half, which, chunk + run, kMoreRunBytes), kMoreRunBytes, full);
+        }
         // In 8 bits all steps have the same ones.
         const u32 prefetched = !kEightBits ? kWeightChunks : i == 0 ? 1 : 0;
 #pragma unroll 1
@@ -438,11 +444,15 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   const auto read_chunk = [&](u32 chunk, Stored& to) {
     const u32 run = chunk % kRuns, at_run = chunk % kWeightChunks / kRuns;
     const bool alternate = rows.is_tile() && parts_alternate(ChunkPlace(chunk).step);
-    const u32 slot = rings.weights.data + weights.slot * kWeightBytes + warp % kRowWarps * kSlotFragmentBytes + run * 2 * kRunBytes;
+    const u32 fragment = rings.weights.data + weights.slot * kWeightBytes + warp % kRowWarps * kSlotFragmentBytes;
+    const u32 slot = fragment + run * 2 * kRunBytes;
     const u32 from = slot + at_run * (alternate ? 2 * kPieceBytes : kPieceBytes), apart = alternate ? kPieceBytes : kRunBytes;
+    const u32 more_apart = alternate ? kMoreBytes : kMoreRunBytes;
+    const u32 more = fragment + kMoreFrom + run * 2 * kMoreRunBytes + at_run * (alternate ? 2 * kMoreBytes : kMoreBytes);
     to.load(
         lane, rows.is_tile(), [&](u32 piece, u32 at) { return load_shared(from + piece * apart + at); },
-        [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); });
+        [&](u32 piece, u32 at) { return load_shared2(from + piece * apart + at); },
+        [&](u32 piece, u32 at) { return load_shared1(more + piece * more_apart + at); });
   };
   const auto read = [&](u32 span) {
 #pragma unroll
@@ -455,7 +465,7 @@ __device__ __forceinline__ void multiply(const Rings& rings, const Product& prod
   // Once what was read is in registers: before a span that begins a slot. `end`: the tile's.
   const auto give_back = [&](u32 span, u32 end) {
     if (kept(span) % kSlotSpans) return;
-    if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].words[kWords - 1].w, rings.weights.empty + weights.slot * 8);
+    if (lane == 0) mbarrier_arrive_after(stored[kSpanChunks - 1].last(), rings.weights.empty + weights.slot * 8);
     go_on_to_own(weights);
     if (span < end) await_weights();
   };
