@@ -27,6 +27,7 @@ from soloist.weights.choice import Rounding
 from soloist.weights.export import write_export
 from soloist.weights.export_plan import Asked, plan_export
 from unit.gguf.writing import write
+from unit.model.tiny import described, random_tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -84,33 +85,23 @@ def test_prompts_are_those_read_from_rows(codes: Codes | None, tmp_path: Path) -
         require_near(logits(packed.model, vocab, tokens), logits(rows.model, vocab, tokens))
 
 
-def gguf_file(file: Path, kind: str, mixed: str | None = None) -> Path:
+def gguf_file(folder: Path, kind: str, mixed: str | None = None) -> Path:
     """A random model whose columns are whole super-blocks; `mixed`: of v and of down."""
-    config = {
-        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 1280,
-        "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4,
-        "vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    }  # fmt: skip
-    draw = torch.Generator().manual_seed(0)
     sizes = {
-        "self_attn.q_proj": (1024, 1024), "self_attn.k_proj": (256, 1024),
-        "self_attn.v_proj": (256, 1024), "self_attn.o_proj": (1024, 1024),
-        "mlp.gate_proj": (1280, 1024), "mlp.up_proj": (1280, 1024),
-        "mlp.down_proj": (1024, 1280),
-        "input_layernorm": (1024,), "post_attention_layernorm": (1024,),
+        "hidden_size": 1024, "intermediate_size": 1280, "num_hidden_layers": 2,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1000,
+        "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
     }  # fmt: skip
-    layers = {f"model.layers.{i}.{n}.weight": size for i in (0, 1) for n, size in sizes.items()}
-    ends = {"model.embed_tokens.weight": (1000, 1024), "lm_head.weight": (1000, 1024)}
-    tensors = {
-        name: torch.randn(size, generator=draw) * size[-1] ** -0.5 + (len(size) == 1)
-        for name, size in {**ends, "model.norm.weight": (1024,), **layers}.items()
+    _, specs = described(folder, **sizes)
+    values = {
+        name: x * x.shape[-1] ** -0.5 if x.dim() > 1 else torch.ones_like(x)
+        for name, x in random_tensors(specs).items()
     }
 
     def type_of(name: str) -> str:
         return mixed if mixed and ("v_proj" in name or "down_proj" in name) else kind
 
-    return write(file, config, tensors, type_of)
+    return write(folder / "model.gguf", {"model_type": "llama", **sizes}, values, type_of)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +113,7 @@ def test_prompts_of_gguf_files_are_those_read_from_rows(
     kind: str, mixed: str | None, tmp_path: Path
 ) -> None:
     """How a prompt is cut changes no bit."""
-    file = gguf_file(tmp_path / "model.gguf", kind, mixed)
+    file = gguf_file(tmp_path, kind, mixed)
     rows, packed = (load(file, packed_prompts=asked) for asked in (False, True))
     assert isinstance(packed.model, KernelModel)
     vocab = rows.config.vocab_size

@@ -59,7 +59,7 @@ PackedPrompts = Annotated[
         "--packed-prompts/--no-packed-prompts",
         help="Read prompts from the packed weights, one copy in memory (one Hopper GPU), or "
         "from rows beside them.",
-        show_default="packed where it runs, but with K-quants and Q4_1",
+        show_default="packed where it runs, rows with K-quants and Q4_1",
     ),
 ]
 EightBitPrompts = Annotated[

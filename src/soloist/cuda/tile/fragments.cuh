@@ -164,18 +164,18 @@ struct Shared {
   using Scale = ScaleOf<kInPairs>::Type;
 
   // By half and group; within super-blocks the group of the lane's columns among 32. Zeros: of numbers in pairs what is added to codes in
-  // place of what is taken off. Where there are offsets, what is added or, within super-blocks, taken off.
+  // place of what is taken off. Where there are offsets, what is added: of super-blocks, which have it taken off, its negative.
   __device__ __forceinline__ Scale scale(u32 h, u32 n) const {
     const u32 bits = scales[h][n];
     if constexpr (kInPairs) return twice(bits);
-    else if constexpr (kSuper) return from_fp16(static_cast<u16>(supers[h])) * static_cast<float>(static_cast<signed char>(bits));
+    else if constexpr (kSuper) return from_fp16(static_cast<u16>(supers[h])) * static_cast<float>(static_cast<signed char>(bits)) * kUnit;
     else return number_of(bits);
   }
   // Of 8 bits codes count from -128 on.
   __device__ __forceinline__ Scale zero(u32 h, u32 n) const {
     const u32 byte = zeros[h][n];
     if constexpr (kHasOffsets) {
-      if constexpr (kSuper) return from_fp16(static_cast<u16>(supers[h] >> 16)) * static_cast<float>(byte);
+      if constexpr (kSuper) return from_fp16(static_cast<u16>(supers[h] >> 16)) * -static_cast<float>(byte);
       else return number_of(byte);
     } else if constexpr (kInPairs && !kSignApart) {
       return twice(kMinusBase + (kSigned ? byte ^ 0x80u : byte));
@@ -236,6 +236,8 @@ struct Shared {
   }
 
  private:
+  // Of what `codes_of` gives: codes of 6 bits have two bits below them.
+  static constexpr float kUnit = kCodes == Codes::kInt6 ? 0.25f : 1.0f;
   static __device__ __forceinline__ u32 read_number(const u8* at) {
     if constexpr (kScaleBytes == 4) return __ldg(reinterpret_cast<const u32*>(at));
     else return __ldg(reinterpret_cast<const u16*>(at));
@@ -300,7 +302,7 @@ __device__ __forceinline__ float widened_byte(u32 word, u32 byte) {
   return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | byte));
 }
 
-// Of four codes two pairs of numbers, (code - zero) · scale, rounded once.
+// Of four codes two pairs of numbers, (code - zero) · scale or code · scale + offset.
 __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) {
   float v[4];
   if constexpr (kCodes == Codes::kFp8) {
@@ -312,12 +314,9 @@ __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) 
     const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros || kHasOffsets ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) v[i] = widened_byte(unsigned_codes, i) - base;
-    if constexpr (kCodes == Codes::kInt6)
-#pragma unroll
-      for (u32 i = 0; i < 4; ++i) v[i] *= 0.25f;
     if constexpr (kHasOffsets) {
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) v[i] = __fadd_rn(__fmul_rn(v[i], scale), kSuper ? -zero : zero);
+      for (u32 i = 0; i < 4; ++i) v[i] = __fadd_rn(__fmul_rn(v[i], scale), zero);
       return make_uint2(pack_pair(v[0], v[1]), pack_pair(v[2], v[3]));
     }
   }
