@@ -438,6 +438,14 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 for form in ("int4-int8-head", "gguf-Q4_K_M", "gguf-Q4_0", "gguf-Q8_0")
             )
         ),
+        # Prompts of a file whose matrices are K-quants.
+        "h200-gguf-prompts.json": File(
+            tuple(
+                f"bench prefill {_quantized('gguf-Q4_K_M', 'llama-3.1-8b')} "
+                f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}"
+                for way in _WAYS_OF_PRODUCTS["h200"]
+            )
+        ),
         "h200-quantized-accuracy.json": File(
             (
                 *(
@@ -528,6 +536,19 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "2-h200-kept-prompts.json": File(
             tuple(_prefill(shape, f"{options} --gpus 2") for shape, options in _KEPT)
         ),
+        # Where no product reads packed weights: rows beside them, and each matrix unpacked.
+        "2-h200-unpacked-prompts.json": File(
+            tuple(
+                f"bench prefill --shape benchmarks/shapes/{shape}.json {options} "
+                f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}"
+                for shape, options in (
+                    ("llama-3.1-8b", "--precision bf16 --gpus 2"),
+                    ("llama-3.1-8b", "--precision bf16 --weights int4 --gpus 2"),
+                    ("laneformer-2b", "--precision fp16"),
+                )
+                for way in ("", " --unpack-prompts")
+            )
+        ),
         "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_SAMPLED} --gpus 2"),)),
         "2-h200-predictions.json": File(
             (
@@ -574,5 +595,9 @@ IN_TURN: Mapping[str, tuple[str, ...]] = {
     "h200-one-copy-in-turn.json": tuple(
         _prefill(shape, "--prompt-tokens 128 --prompt-tokens 2048 --prefix cold --runs 9")
         for shape in _SHAPES
+    ),
+    # A first start, which compiles products, and one that finds them compiled.
+    "h200-one-copy-startup-in-turn.json": (
+        "bench startup --shape benchmarks/shapes/llama-3.2-1b.json --precision bf16 --runs 1",
     ),
 }

@@ -37,6 +37,7 @@ from soloist.device import available_memory_bytes
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.config import (
     require_kv_attention,
+    require_one_way_of_prompts,
     require_packed_eight_bits,
     resolve_device,
 )
@@ -147,11 +148,13 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
     config = _checked(plan)
     require_kv_attention(plan.asked)
     require_packed_eight_bits(plan.asked)
+    require_one_way_of_prompts(plan.asked)
     device = torch.device(resolve_device(plan.asked.device, devices()))
     if device.type != "cuda":
         for option, is_asked in (
             ("--page-attention", plan.asked.page_attention),
             ("--packed-prompts", plan.asked.packed_prompts),
+            ("--unpack-prompts", plan.asked.unpacks_prompts),
             ("--eight-bit-prompts", plan.asked.eight_bit_prompts),
         ):
             if is_asked:
@@ -283,8 +286,8 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         executor = shape_on_gpu(
             shape, room, placed, 1 + plan.num_streams, chunk_tokens=chunk, keeps_prefixes=keeps,
             reading=Reading(
-                plan.asked.packed_prompts, plan.asked.page_attention, plan.asked.tail_path,
-                host_bytes, plan.asked.eight_bit_prompts,
+                plan.asked.packed_prompts, plan.asked.unpacks_prompts, plan.asked.page_attention,
+                plan.asked.tail_path, host_bytes, plan.asked.eight_bit_prompts,
             ),
         )  # fmt: skip
     ids = random_prompt(config, longest)

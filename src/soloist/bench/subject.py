@@ -51,6 +51,7 @@ class Reading(NamedTuple):
 
     Attributes:
         packed_prompts: as of `EngineConfig`.
+        unpacks_prompts: the same.
         page_attention: the same.
         tail_path: the same.
         host_bytes: of the host's memory, at most, for cached prompts whose pages others need.
@@ -58,6 +59,7 @@ class Reading(NamedTuple):
     """
 
     packed_prompts: bool | None = None
+    unpacks_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
     host_bytes: int = 0
@@ -267,7 +269,8 @@ def shape_on_gpu(
     pooled_tokens = -(-context_tokens // PAGE_POSITIONS) * PAGE_POSITIONS * sequences
     free_bytes = placed.free_bytes()
     pages = page_form(support.plan, asked=reading.page_attention, shares_gpu=placed.sharing > 1)
-    packs = packs_prompts(support.plan, asked=reading.packed_prompts)
+    unpacks = reading.unpacks_prompts
+    packs = packs_prompts(support.plan, asked=reading.packed_prompts, unpacks=unpacks)
     footprint = Footprint(
         held, tensors(held), dtype, support.plan, packs, pages is not None, shape.kv
     )
@@ -293,7 +296,7 @@ def shape_on_gpu(
     )  # fmt: skip
     model = load_kernel(
         support.plan, weights, placed.devices, capacity, read_settings().cache,
-        keep_rows=has_room and not packs, packed_prompts=packs,
+        keep_rows=has_room and not (packs or unpacks), packed_prompts=packs,
     )  # fmt: skip
     model.prepare()
     return model

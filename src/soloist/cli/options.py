@@ -59,7 +59,15 @@ PackedPrompts = Annotated[
         "--packed-prompts/--no-packed-prompts",
         help="Read prompts from the packed weights, one copy in memory (one Hopper GPU), or "
         "from rows beside them.",
-        show_default="packed where it runs, rows with K-quants and Q4_1",
+        show_default="packed where it runs",
+    ),
+]
+UnpackPrompts = Annotated[
+    bool,
+    typer.Option(
+        "--unpack-prompts",
+        help="Unpack each matrix when prompts need it, in place of rows beside the packed weights "
+        "where these fit: slower, in less memory.",
     ),
 ]
 EightBitPrompts = Annotated[

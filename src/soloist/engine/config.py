@@ -70,8 +70,10 @@ class EngineConfig:
         adapter: a folder or hub id with a LoRA in peft's form, which is merged into the model while
             it is loaded, before anything is rounded.
         packed_prompts: prompts are read from the packed weights, and rows are never kept. None does
-            so wherever these products run: on one Hopper GPU, but for models with lanes, mixtures
-            and K-quants (docs/prompts.md).
+            so wherever these products run: on one Hopper GPU, but for models with lanes and
+            mixtures (docs/prompts.md).
+        unpacks_prompts: each matrix is unpacked when a pass needs it. Elsewhere rows lie beside the
+            packed weights where they fit, which is quicker and takes as much memory again.
         eight_bit_prompts: with `packed_prompts`, activations of prompts are rounded to FP8, a scale
             for each token, where they meet matrices in FP8 with one scale per row: for models that
             were made for it. Others lose accuracy. Generated tokens have 16 bits in any case.
@@ -104,6 +106,7 @@ class EngineConfig:
     head_weights: Codes | None = None
     kv: KvName | None = None
     packed_prompts: bool | None = None
+    unpacks_prompts: bool = False
     eight_bit_prompts: bool = False
     page_attention: bool | None = None
     tail_path: TailPath = "auto"
@@ -204,6 +207,7 @@ def resolve(
         raise SettingError("sequences", asked.sequences, f"1 … {MAX_QUERIES}")
     require_kv_attention(asked)
     require_packed_eight_bits(asked)
+    require_one_way_of_prompts(asked)
     wanted = asked.context_tokens
     if wanted is not None and not 1 <= wanted <= model.context_tokens:
         raise SettingError(
@@ -217,7 +221,7 @@ def resolve(
 
     def footprint(dtype: Dtype) -> Footprint:
         specs, plan, kv = specs_in(dtype), plan_in(dtype), kv_format(asked.kv, model, dtype)
-        packed = packs_prompts(plan, asked=asked.packed_prompts)
+        packed = packs_prompts(plan, asked=asked.packed_prompts, unpacks=asked.unpacks_prompts)
         return Footprint(model, specs, dtype, plan, packed, attends_pages(plan), kv)
 
     if asked.precision != "auto":
@@ -251,6 +255,19 @@ def require_kv_attention(asked: EngineConfig) -> None:
         raise SettingError(
             "--kv", asked.kv, "none with --page-attention, which reads keys and values in 16 bits",
             "leave out --kv or --page-attention",
+        )  # fmt: skip
+
+
+def require_one_way_of_prompts(asked: EngineConfig) -> None:
+    """Refuse prompts that read packed weights and have them unpacked.
+
+    Raises:
+        SettingError: both are asked for.
+    """
+    if asked.packed_prompts and asked.unpacks_prompts:
+        raise SettingError(
+            "--unpack-prompts", "on, with --packed-prompts", "one of both options",
+            "leave one out: packed weights are read as they are",
         )  # fmt: skip
 
 

@@ -399,8 +399,8 @@ def _reference(
 
     if asked.page_attention:
         raise ShapeUnsupported(f"attention from KV pages on {resolved.device}", "Hopper GPUs")
-    if asked.packed_prompts:
-        raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "Hopper GPUs")
+    if asked.packed_prompts or asked.unpacks_prompts:
+        raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "GPUs")
     if asked.tail_path == "decode":
         given = f"ends of prompts in rounds of the decode kernel on {resolved.device}"
         raise ShapeUnsupported(given, "GPUs that have the kernel")
@@ -436,10 +436,10 @@ def _kernel(
         eight_bit_prompts=asked.eight_bit_prompts,
     )
     cache = read_settings().cache
-    packs = packs_prompts(plan, asked=asked.packed_prompts)
+    packs = packs_prompts(plan, asked=asked.packed_prompts, unpacks=asked.unpacks_prompts)
     model = load_kernel(
         plan, weights, devices, capacity, cache,
-        keep_rows=keeps_rows and not packs, packed_prompts=packs,
+        keep_rows=keeps_rows and not (packs or asked.unpacks_prompts), packed_prompts=packs,
     )  # fmt: skip
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:
@@ -462,7 +462,7 @@ def _save_prompts(
     if asked.cache_dir is None:
         return
     adapter = adapter_files(asked, offline=read_settings().hub_offline)
-    is_packed = packs_prompts(plan, asked=asked.packed_prompts)
+    is_packed = packs_prompts(plan, asked=asked.packed_prompts, unpacks=asked.unpacks_prompts)
     facts = facts_of(
         asked.cache_dir, checkpoint.folder, [*checkpoint.files, *adapter], config, resolved,
         asked.rounding, is_packed, asked.eight_bit_prompts, keeps_rows,

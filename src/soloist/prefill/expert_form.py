@@ -15,7 +15,7 @@ from soloist.megakernel.program import OF_EXPERTS
 from soloist.model.config import Router
 from soloist.model.dtype import Dtype
 from soloist.prefill.fragments import ARRANGED_COLUMNS
-from soloist.prefill.packed_form import ARCH, PIECE, Form, Out, form_of, has_run
+from soloist.prefill.packed_form import ARCH, PIECE, Form, Out, form_of
 
 ROWS_KERNEL = "kernels/expert_rows.cu"
 ROWS_ENTRIES = ("route", "choose", "cut", "take", "add_shares")
@@ -39,7 +39,6 @@ def reads_packed_experts(plan: Plan) -> bool:
         plan.model.hidden_size % ARRANGED_COLUMNS == 0
         and kind.operations["down"].matrix.columns % ARRANGED_COLUMNS == 0
         and kind.operations["gate_up"].matrix.order is RowOrder.PAIRED
-        and all(has_run(kind.operations[name].matrix.format) for name in OF_EXPERTS)
         for kind in _kinds(plan)
     )
 

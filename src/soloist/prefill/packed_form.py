@@ -304,11 +304,6 @@ def can_slice(form: Form) -> bool:
     return num_chunks(form.columns) % (2 * form.parts * form.groups) == 0 and not form.grouped
 
 
-def has_run(stored: WeightFormat) -> bool:
-    """Whether products with it have run on a GPU: not with offsets, nor within super-blocks."""
-    return not (stored.offset_bits or stored.super_block)
-
-
 def takes_eight_bits(matrix: Matrix) -> bool:
     """Whether a matrix can be multiplied by activations in FP8: it is, with a scale per row."""
     meaning = matrix.format.meaning

@@ -6,7 +6,6 @@ from soloist.prefill.fragments import ARRANGED_COLUMNS, has_fragments
 from soloist.prefill.packed_form import (
     ARCH,
     EIGHT_BIT_COLUMNS,
-    has_run,
     operations_of,
     takes_eight_bits,
 )
@@ -49,17 +48,19 @@ def require_eight_bit_prompts(plan: Plan) -> None:
     )  # fmt: skip
 
 
-def packs_prompts(plan: Plan | None, *, asked: bool | None = None) -> bool:
+def packs_prompts(plan: Plan | None, *, asked: bool | None = None, unpacks: bool = False) -> bool:
     """Whether prompts are read from the packed weights, and no rows are kept.
 
     Args:
         plan: of the decode kernel; None is the reference's.
-        asked: for or against; None: where these products can do it, and have done it on a GPU.
+        asked: for or against; None: where these products can do it.
+        unpacks: matrices are to be unpacked, which is against.
     """
-    if asked is not None or plan is None:
+    assert not (asked and unpacks), "one way"
+    if unpacks or asked is not None or plan is None:
         return bool(asked)
     try:
         require_packed_prompts(plan)
     except ShapeUnsupported:
         return False
-    return all(has_run(op.matrix.format) for op in operations_of(plan))
+    return True

@@ -324,5 +324,12 @@ def _compiled(header: str, kernel: str, main: str, folder: Path) -> ctypes.CDLL:
         folder,
         own=_OWN + PRODUCTS_IN_FLIGHT,
         shims=_SHIMS,
-        tiles=("arranged", "fragments", "silu"),
+        tiles=(
+            "arranged",
+            "fragment_places",
+            "fragment_scales",
+            "fragment_super_blocks",
+            "fragments",
+            "silu",
+        ),
     )

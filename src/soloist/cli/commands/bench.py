@@ -198,6 +198,7 @@ def prefill(
     head_weights: o.HeadWeights = None,
     kv: o.Kv = None,
     packed_prompts: o.PackedPrompts = None,
+    unpack_prompts: o.UnpackPrompts = False,
     eight_bit_prompts: o.EightBitPrompts = False,
     page_attention: Annotated[
         bool | None,
@@ -243,8 +244,9 @@ def prefill(
     asked = EngineConfig(
         model or o.DEFAULT_MODEL, device, checked, gpus=o.parsed_gpus(gpus),
         weights=layers, head_weights=head, accepted_fields=accepted,
-        packed_prompts=packed_prompts, eight_bit_prompts=eight_bit_prompts,
-        page_attention=page_attention, tail_path=tail_path, kv=o.checked_kv(kv),
+        packed_prompts=packed_prompts, unpacks_prompts=unpack_prompts,
+        eight_bit_prompts=eight_bit_prompts, page_attention=page_attention, tail_path=tail_path,
+        kv=o.checked_kv(kv),
     )  # fmt: skip
     plan = bench_prefill.Plan(
         asked=asked,
