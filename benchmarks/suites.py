@@ -545,6 +545,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     ("llama-3.1-8b", "--precision bf16 --gpus 2"),
                     ("llama-3.1-8b", "--precision bf16 --weights int4 --gpus 2"),
                     ("laneformer-2b", "--precision fp16"),
+                    ("qwen3-30b-a3b", "--precision bf16"),
                 )
                 for way in ("", " --unpack-prompts")
             )

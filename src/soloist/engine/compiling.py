@@ -24,6 +24,7 @@ from soloist.prefill.packed_prompts import packs_prompts
 from soloist.prefill.page_form import page_form
 from soloist.prefill.part import config_of
 from soloist.prefill.sources import prefill_sources
+from soloist.prefill.unpacked_matrices import unpack_sources
 
 # As requests run it: the second one where any of them samples.
 _BUILDS = {"greedy": Build(), "sampling": Build(samples=True)}
@@ -75,8 +76,8 @@ def kernel_sources(plan: Plan) -> Iterator[NamedSource]:
     )
     experts = expert_sources(plan) if reads_packed_experts(plan) else ()
     coded = () if plan.kv is None else (coded_pages_source(plan.kv_layout),)
-    packed = packed_sources(FormChoice(plan)) if packs_prompts(plan) else ()
-    for source in (*prefill.all, *experts, *coded, *packed):
+    products = packed_sources(FormChoice(plan)) if packs_prompts(plan) else unpack_sources(plan)
+    for source in (*prefill.all, *experts, *coded, *products):
         yield NamedSource(f"prompts, {Path(source.kernel).stem}", source)
     yield NamedSource("memory bandwidth", bandwidth_source())
 

@@ -220,7 +220,9 @@ class Engine:
         support = support_in(resolved.dtype)
         plan, formats = support.plan, support.formats
         room_bytes = free_bytes - resolved.memory.needed_bytes
-        staging = stage(tensors(held), resolved.dtype, plan, room_bytes)
+        staging = stage(
+            tensors(held), resolved.dtype, plan, room_bytes, unpacks=asked.unpacks_prompts
+        )
         if staging.on_host:
             require_host_memory(staging.bytes * placed.ranks, available_memory_bytes())
         host_bytes = host_cache_bytes(
@@ -439,7 +441,7 @@ def _kernel(
     packs = packs_prompts(plan, asked=asked.packed_prompts, unpacks=asked.unpacks_prompts)
     model = load_kernel(
         plan, weights, devices, capacity, cache,
-        keep_rows=keeps_rows and not (packs or asked.unpacks_prompts), packed_prompts=packs,
+        keep_rows=keeps_rows and not packs, packed_prompts=packs,
     )  # fmt: skip
     model.drafting = drafting_of(plan) if asked.speculates else None
     if asked.prepare:

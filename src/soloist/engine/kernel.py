@@ -22,6 +22,7 @@ from soloist.engine.tail_path import (
     tail_costs,
 )
 from soloist.jit.ahead import built_beside
+from soloist.jit.source import Source
 from soloist.kv.allocator import num_pages_of
 from soloist.kv.folder import ChunkFolder
 from soloist.kv.layout import PAGE_POSITIONS
@@ -49,11 +50,11 @@ from soloist.prefill.page_form import page_form
 from soloist.prefill.part import Part
 from soloist.prefill.products import Matrices, Products
 from soloist.prefill.runner import Prefill
+from soloist.prefill.unpacked_matrices import UnpackedMatrices, unpack_sources
 from soloist.prefill.widths import CAPTURED_TOKENS, MOST_PASS_TOKENS
 from soloist.weights.distribution import failures_of
 from soloist.weights.packed import pack_weights
 from soloist.weights.unpacking import (
-    Unpacked,
     UnpackedExperts,
     parts_to_rows,
     routers_of,
@@ -178,8 +179,7 @@ def load_kernel(
     if plan.ranks > 1:
         with ThreadPoolExecutor(plan.ranks - 1, "soloist-rank") as pool:
             ranks += pool.map(load, range(1, plan.ranks))
-    stays = reads is not _Reads.UNPACKED
-    return KernelModel(plan, ranks, devices, capacity, stays_in_place=stays)
+    return KernelModel(plan, ranks, devices, capacity)
 
 
 def _load_rank(
@@ -219,7 +219,11 @@ def _load_rank(
             weights[name] = values.to(device)
         parts_to_rows(plan, weights)
     choice = FormChoice(plan, eight_bits=capacity.eight_bit_prompts)
-    of_prompts = packed_sources(choice) if reads is _Reads.PACKED else ()
+    of_prompts: tuple[Source, ...] = ()
+    if reads is _Reads.PACKED:
+        of_prompts = packed_sources(choice)
+    elif reads is _Reads.UNPACKED:
+        of_prompts = unpack_sources(plan)
     with built_beside(of_prompts, plan.gpu.arch, cache_root):
         decoder = Decoder(
             plan, packed, rope, pool.tensor,
@@ -234,7 +238,9 @@ def _load_rank(
     most = min(MOST_PASS_TOKENS, capacity.context_tokens)
     matrices: Products
     if reads is not _Reads.PACKED:
-        rows: Matrices = weights.__getitem__ if reads is _Reads.ROWS else Unpacked(plan, packed)
+        rows: Matrices = weights.__getitem__
+        if reads is _Reads.UNPACKED:
+            rows = UnpackedMatrices(plan, packed, tables_of_columns(plan, packed), cache_root)
         matrices = Products(rows, _experts(plan, packed, most, cache_root))
     else:
         tables = tables_of_columns(plan, packed)
@@ -279,7 +285,6 @@ class KernelModel(KernelExecutor):
         ranks: all of them, in order.
         devices: the GPU of each rank.
         capacity: what its ranks have room for, with `page_attention` decided.
-        stays_in_place: what prefill multiplies by is always at the same addresses.
 
     Raises:
         DeviceError: ranks cannot work together.
@@ -291,11 +296,8 @@ class KernelModel(KernelExecutor):
         ranks: Sequence[LoadedRank],
         devices: Sequence[torch.device],
         capacity: Capacity,
-        *,
-        stays_in_place: bool,
     ) -> None:
-        self.plan = plan
-        self.devices, self._stays_in_place = tuple(devices), stays_in_place
+        self.plan, self.devices = plan, tuple(devices)
         self.page_tables = capacity.page_tables
         self.pools = [rank.pool for rank in ranks]
         decoders = [rank.decoder for rank in ranks]
@@ -324,8 +326,8 @@ class KernelModel(KernelExecutor):
         """See Executor; how prompts are cut and read is part of what bits depend on."""
         pools = [pool.tensor for pool in self.pools]
         own = (
-            "pages", self.chunks, self.prefill.widths, self._stays_in_place, self.plan.ranks,
-            self.plan.gpu, [tuple(pool.shape[1:]) for pool in pools],
+            "pages", self.chunks, self.prefill.widths, self.plan.ranks, self.plan.gpu,
+            [tuple(pool.shape[1:]) for pool in pools],
         )  # fmt: skip
         folder = ChunkFolder(root, identity_of([*facts, *own]))
         self.save_in(folder, most_bytes, PageCopies(pools))
@@ -359,10 +361,9 @@ class KernelModel(KernelExecutor):
             self.decoder.prepare_sampling()
             if self.drafts_in_kernel and self.drafting is not None:
                 self.decoder.prepare_drafting()
-            if self._stays_in_place:
-                first = self.chunks.width(0)
-                short = [n for n in CAPTURED_TOKENS if n < first]
-                self.prefill.capture(self.prefill.widths or (first,), short)
+            first = self.chunks.width(0)
+            short = [n for n in CAPTURED_TOKENS if n < first]
+            self.prefill.capture(self.prefill.widths or (first,), short)
         self.synchronize()
 
     @property

@@ -163,7 +163,12 @@ class Staging:
 
 
 def stage(
-    specs: tuple[TensorSpec, ...], dtype: Dtype, plan: Plan | None, room_bytes: int
+    specs: tuple[TensorSpec, ...],
+    dtype: Dtype,
+    plan: Plan | None,
+    room_bytes: int,
+    *,
+    unpacks: bool = False,
 ) -> Staging:
     """What fits into the room that a device has beside all that the estimate counts.
 
@@ -172,6 +177,7 @@ def stage(
         dtype: of those that have no format of their own.
         plan: of the decode kernel; the reference packs nothing.
         room_bytes: free beside the estimate.
+        unpacks: no rows are to be kept.
     """
     if plan is None:
         return Staging(parts_bytes(specs, dtype, {}), on_host=False, keeps_rows=True)
@@ -180,9 +186,8 @@ def stage(
     rest = [spec for spec in specs if spec.expert is None]
     in_parts = parts_bytes(rest, dtype, plan.formats)
     on_host, rows = room_bytes < in_parts, row_bytes(rest, dtype)
-    return Staging(
-        in_parts, on_host, keeps_rows=room_bytes >= (rows if on_host else max(in_parts, rows))
-    )
+    has_room = room_bytes >= (rows if on_host else max(in_parts, rows))
+    return Staging(in_parts, on_host, keeps_rows=has_room and not unpacks)
 
 
 def require_merging_memory(

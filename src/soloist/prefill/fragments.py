@@ -118,7 +118,7 @@ def eight_bit_column(place: int) -> int:
 
 
 def has_fragments(operation: Operation) -> bool:
-    """Whether a matrix's rows come in units of whole halves."""
+    """Whether all 8 rows of a half are neighbours in the matrix."""
     return operation.matrix.order is not RowOrder.FINELY_PAIRED
 
 
@@ -134,6 +134,7 @@ def fragments(
         gated: of gate_up, whose results are one value for a gate row and an up row.
         first: row from which on results are wanted.
     """
+    assert has_fragments(operation) or not gated, "8 neurons of gate and of up"
     return _paired(_groups(shape, operation, block_bytes.__mul__, gated=gated), operation, first)
 
 
@@ -151,7 +152,6 @@ def expert_fragments(
 
 def _paired(groups: Iterable[list[Half]], operation: Operation, first: int) -> tuple[Fragment, ...]:
     """Two halves each; those that are left over meet, whichever blocks have them."""
-    assert has_fragments(operation), "halves of 8 rows"
     found: list[Fragment] = []
     single: Half | None = None
     for halves in groups:
@@ -357,6 +357,8 @@ def _result(shape: ModelShape, operation: Operation, half_tile: int, *, gated: b
         unit, is_up = divmod(half_tile, 2)
         neurons = matrix.rows // 2
         return unit * HALF_TILE_ROWS + (neurons if is_up and not gated else 0)
+    if matrix.order is RowOrder.FINELY_PAIRED:
+        return row // 2  # and as many rows of up
     if matrix.order is not RowOrder.HEADS:
         return row
     head, within = divmod(row, shape.head_dim)

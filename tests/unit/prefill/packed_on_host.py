@@ -247,6 +247,18 @@ extern "C" void run_look_up(const u8* image, const Half* table, const i32* ids, 
 }
 """
 
+UNPACK_MAIN = r"""
+#include "world.h"
+#include "kernel.cu"
+
+extern "C" void run_unpack(const u8* image, const Half* table, const u16* columns, u16* out,
+                           u32 rows, u32 row_values, u32 more_rows, u32 fragments) {
+  for (blockIdx.x = 0; blockIdx.x < fragments; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < kUnpackingWarps * 32; ++threadIdx.x)
+      unpack(image, table, columns, out, rows, row_values, more_rows);
+}
+"""
+
 QUANTIZE_MAIN = r"""
 #define __shared__ static
 #include "world.h"
@@ -298,6 +310,11 @@ def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     """The kernels of `rows_source`."""
     header = source.header + _NO_PRODUCT
     return _compiled(header, source.text, ROWS_MAIN, folder)
+
+
+def built_unpack(source: Source, folder: Path) -> ctypes.CDLL:
+    """The kernel of `unpack_source`."""
+    return _compiled(source.header + _NO_PRODUCT, source.text, UNPACK_MAIN, folder)
 
 
 def built_quantize(source: Source, folder: Path) -> ctypes.CDLL:

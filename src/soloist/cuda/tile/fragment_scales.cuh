@@ -17,7 +17,12 @@ inline constexpr u32 kHalfScalesBytes = kStepColumns / kGroupColumns * kOwnScale
 // Where scales are of the type of the products, pairs of numbers are made at once: (code - zero) is exact in 16 bits, and its product
 // with a scale rounded once, as where fp32 is rounded.
 inline constexpr bool kSuper = kSuperColumns > 0;
-inline constexpr bool kInPairs = !kPlain && kCodes != Codes::kFp8 && !kHasOffsets && !kSuper &&
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasPairs = !kBf16;  // such arithmetic
+#else
+inline constexpr bool kHasPairs = true;
+#endif
+inline constexpr bool kInPairs = kHasPairs && !kPlain && kCodes != Codes::kFp8 && !kHasOffsets && !kSuper &&
                                  kScaleType == (kBf16 ? ScaleType::kBf16 : ScaleType::kFp16);
 
 // Codes are the last bits of 128 in bf16, and of 1,024 in fp16: of either the upper byte, and of its negative the bits. In bf16 seven
@@ -39,7 +44,7 @@ struct ScaleOf<true> {
 // Integers from 0 to 255 become fp32 as the last bits of 2^23's.
 inline constexpr float kIntegerBase = 8388608.0f;
 __device__ __forceinline__ float widened_byte(u32 word, u32 byte) {
-  return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540 | byte));
+  return __uint_as_float(__byte_perm(0x4B000000u, word, 0x3004 | byte));
 }
 
 struct GroupScales {
