@@ -438,6 +438,20 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 for form in ("int4-int8-head", "gguf-Q4_K_M", "gguf-Q4_0", "gguf-Q8_0")
             )
         ),
+        # Where no product reads packed weights: rows beside them, and each matrix unpacked.
+        "h200-unpacked-prompts.json": File(
+            tuple(
+                f"bench prefill --shape benchmarks/shapes/{shape}.json {options} "
+                f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}"
+                for shape, options, rows in (
+                    ("llama-3.1-8b", "--precision bf16", " --no-packed-prompts"),
+                    ("llama-3.1-8b", "--precision bf16 --weights int4", " --no-packed-prompts"),
+                    ("laneformer-2b", "--precision fp16", ""),
+                    ("qwen3-30b-a3b", "--precision bf16", ""),
+                )
+                for way in (rows, " --unpack-prompts")
+            )
+        ),
         # Prompts of a file whose matrices are K-quants.
         "h200-gguf-prompts.json": File(
             tuple(
@@ -535,20 +549,6 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         ),
         "2-h200-kept-prompts.json": File(
             tuple(_prefill(shape, f"{options} --gpus 2") for shape, options in _KEPT)
-        ),
-        # Where no product reads packed weights: rows beside them, and each matrix unpacked.
-        "2-h200-unpacked-prompts.json": File(
-            tuple(
-                f"bench prefill --shape benchmarks/shapes/{shape}.json {options} "
-                f"--prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}"
-                for shape, options in (
-                    ("llama-3.1-8b", "--precision bf16 --gpus 2"),
-                    ("llama-3.1-8b", "--precision bf16 --weights int4 --gpus 2"),
-                    ("laneformer-2b", "--precision fp16"),
-                    ("qwen3-30b-a3b", "--precision bf16"),
-                )
-                for way in ("", " --unpack-prompts")
-            )
         ),
         "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_SAMPLED} --gpus 2"),)),
         "2-h200-predictions.json": File(
