@@ -134,7 +134,7 @@ def test_columns_in_an_order_of_their_own(
 ) -> None:
     """Codes stay codes, and prompts see the columns in the order that the matrix has."""
     staging = Staging(1, on_host=False, keeps_rows=keep_rows)
-    monkeypatch.setattr(engine_module, "stage", lambda *_: staging)
+    monkeypatch.setattr(engine_module, "stage", lambda *_, **__: staging)
     engine, right = load(ordered, precision="bf16"), reference_logits(ordered)
     assert engine.report.executor == "decode kernel"
     assert engine.report.weights == ORDERED[ordered.name]
@@ -160,7 +160,7 @@ def test_without_room_for_rows(
     """Prompts unpack matrices to the numbers that rows would have had."""
     rows = load(folders[codes])
     staging = Staging(1, on_host=on_host, keeps_rows=False)
-    monkeypatch.setattr(engine_module, "stage", lambda *_: staging)
+    monkeypatch.setattr(engine_module, "stage", lambda *_, **__: staging)
     unpacked = load(folders[codes])
     assert torch.equal(logits_of(unpacked), logits_of(rows))
     assert torch.equal(prompt_logits(unpacked), prompt_logits(rows))

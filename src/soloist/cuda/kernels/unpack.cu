@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_values(u16* row, const u16* columns, u32 f
 
 // A block has a fragment, its warps take chunks of it in turn; `table` has its halves. Rows 4 to 7 of a half are `more_rows` further
 // on than the first of them say.
-extern "C" __global__ void __launch_bounds__(kUnpackingWarps * 32)
+extern "C" __global__ void __launch_bounds__(kUnpackingWarps * 32, 4)
     unpack(const u8* __restrict__ image, const Half* __restrict__ table, const u16* __restrict__ columns, u16* __restrict__ out, u32 rows,
            u32 row_values, u32 more_rows) {
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
