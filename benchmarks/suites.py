@@ -550,6 +550,14 @@ SUITES: Mapping[str, Mapping[str, File]] = {
         "2-h200-kept-prompts.json": File(
             tuple(_prefill(shape, f"{options} --gpus 2") for shape, options in _KEPT)
         ),
+        "2-h200-unpacked-prompts.json": File(
+            tuple(
+                f"bench prefill --shape benchmarks/shapes/llama-3.1-8b.json --precision bf16 "
+                f"{weights}--gpus 2 --prompt-tokens 128 --prompt-tokens 2048 --prefix cold{way}"
+                for weights in ("", "--weights int4 ")
+                for way in ("", " --unpack-prompts")
+            )
+        ),
         "2-h200-experts.json": File((_decode("qwen3-30b-a3b", f"{_SAMPLED} --gpus 2"),)),
         "2-h200-predictions.json": File(
             (
