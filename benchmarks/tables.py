@@ -388,6 +388,34 @@ def h200_one_copy() -> str:
     return table(("shape", "weights", *headings), cells, 2)
 
 
+def h200_gguf_prompts() -> str:
+    """Prompts of a GGUF file by rows beside packed weights, and by these alone."""
+    return _two_ways("h200-gguf-prompts.json", "--packed-prompts", "packed")
+
+
+def unpacked_prompts() -> str:
+    """Prompts by rows beside packed weights, and by matrices that are unpacked one by one."""
+    return _two_ways(
+        ("h200-unpacked-prompts.json", "2-h200-unpacked-prompts.json"), "--unpack-prompts",
+        "unpacked",
+    )  # fmt: skip
+
+
+def _two_ways(files: str | tuple[str, ...], option: str, name: str) -> str:
+    """First tokens by rows, and with an option; a line for each model."""
+    found: dict[tuple[str, str, str], dict[tuple[str, int], str]] = {}
+    for file in (files,) if isinstance(files, str) else files:
+        for r in rows_of(file, "prefill"):
+            which = (r["shape"], _stored(r), str(r["gpus"]))
+            way = name if f" {option}" in r["command"] else "rows"
+            ways = found.setdefault(which, {})
+            ways[way, r["prompt_tokens"]] = f"{r['ttft_ms']['median']:.1f}"
+    columns = [(way, count) for count in (128, 2048) for way in ("rows", name)]
+    cells = [(*which, *(ways[column] for column in columns)) for which, ways in found.items()]
+    headings = (f"{count:,} tokens: {way}" for way, count in columns)
+    return table(("shape", "weights", "GPUs", *headings), cells, 2)
+
+
 def h200_tails() -> str:
     """A prompt's last tokens by a pass of prefill, and in rounds of the decode kernel."""
     found: dict[tuple[str, int, int], dict[str, str]] = {}
@@ -732,6 +760,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-predictions": h200_predictions,
     "h200-beside-drafts": h200_beside_drafts,
     "h200-one-copy": h200_one_copy,
+    "h200-gguf-prompts": h200_gguf_prompts,
+    "unpacked-prompts": unpacked_prompts,
     "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,

@@ -343,6 +343,8 @@ def test_offloaded_prompts_come_back(soloist, subject):
         (("--path", "decode"), "auto, prefill on the CPU"),
         (("--path", "both"), "prefill, decode, auto"),
         (("--packed-prompts",), "one or more Hopper GPUs"),
+        (("--unpack-prompts",), "one or more GPUs"),
+        (("--unpack-prompts", "--packed-prompts"), "one of both options"),
         (("--eight-bit-prompts", "--packed-prompts"), "one or more Hopper GPUs"),
         (("--eight-bit-prompts",), "add --packed-prompts, or leave out --eight-bit-prompts"),
     ],

@@ -151,14 +151,15 @@ def measure(plan: Plan) -> list[rows.PrefillRow]:
     require_one_way_of_prompts(plan.asked)
     device = torch.device(resolve_device(plan.asked.device, devices()))
     if device.type != "cuda":
-        for option, is_asked in (
-            ("--page-attention", plan.asked.page_attention),
-            ("--packed-prompts", plan.asked.packed_prompts),
-            ("--unpack-prompts", plan.asked.unpacks_prompts),
-            ("--eight-bit-prompts", plan.asked.eight_bit_prompts),
+        hopper = "one or more Hopper GPUs"
+        for option, is_asked, allowed in (
+            ("--page-attention", plan.asked.page_attention, hopper),
+            ("--packed-prompts", plan.asked.packed_prompts, hopper),
+            ("--unpack-prompts", plan.asked.unpacks_prompts, "one or more GPUs"),
+            ("--eight-bit-prompts", plan.asked.eight_bit_prompts, hopper),
         ):
             if is_asked:
-                raise SettingError(option, str(device), "one or more Hopper GPUs")
+                raise SettingError(option, str(device), allowed)
         if plan.asked.tail_path == "decode":
             allowed = "auto, prefill on the CPU, where no decode kernel runs"
             raise SettingError("--path", plan.asked.tail_path, allowed)

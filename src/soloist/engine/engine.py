@@ -401,8 +401,11 @@ def _reference(
 
     if asked.page_attention:
         raise ShapeUnsupported(f"attention from KV pages on {resolved.device}", "Hopper GPUs")
-    if asked.packed_prompts or asked.unpacks_prompts:
-        raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "GPUs")
+    if asked.packed_prompts:
+        raise ShapeUnsupported(f"prompts from packed weights on {resolved.device}", "Hopper GPUs")
+    if asked.unpacks_prompts:
+        given = f"weights that are unpacked for prompts on {resolved.device}"
+        raise ShapeUnsupported(given, "GPUs that have the kernel")
     if asked.tail_path == "decode":
         given = f"ends of prompts in rounds of the decode kernel on {resolved.device}"
         raise ShapeUnsupported(given, "GPUs that have the kernel")

@@ -60,6 +60,13 @@ def test_prompts_in_eight_bits_are_of_packed_weights() -> None:
     assert resolve(both, DENSE, lambda _: specs, Dtype.FP32, "cpu", 10**11).kv_tokens == 500
 
 
+def test_prompts_either_read_packed_weights_or_have_them_unpacked() -> None:
+    specs = decoder_tensors(DENSE)
+    asked = EngineConfig(packed_prompts=True, unpacks_prompts=True)
+    with pytest.raises(SettingError, match="--unpack-prompts is 'on, with --packed-prompts'"):
+        resolve(asked, DENSE, lambda _: specs, Dtype.FP32, "cpu", 10**11)
+
+
 @pytest.mark.parametrize("stored", list(Dtype), ids=lambda d: d.value)
 def test_auto_on_a_cpu_is_fp32_or_bf16_and_never_fp16(stored: Dtype) -> None:
     large = model(*[Attention(16, 8, 128)] * 8, hidden_size=2048, ffn=8192)

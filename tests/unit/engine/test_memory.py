@@ -162,6 +162,7 @@ def test_packing_is_staged_by_the_room_there_is(codes: Codes | None) -> None:
 
     assert staged(rows) == (False, True)
     assert staged(rows - 1) == (codes is None, False)
+    assert not stage(specs, Dtype.BF16, plan, rows, unpacks=True).keeps_rows
     assert staged(parts - 1) == (True, False)
     assert stage(specs, Dtype.FP32, None, 0).on_host is False
 

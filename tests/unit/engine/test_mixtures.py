@@ -23,6 +23,7 @@ from soloist.engine.kernel import Capacity, _load_rank, _Reads
 from soloist.engine.support import Support, support_of
 from soloist.kv.pool import PagePool
 from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
@@ -33,6 +34,7 @@ from soloist.prefill.elementwise import TorchElementwise, Vectors
 from soloist.prefill.runner import Prefill
 from soloist.weights.packed import EXPERTS
 from soloist.weights.sharding import shard_all
+from soloist.weights.unpacking import Unpacked
 from unit.prefill.models import random_weights
 
 CPU, TOKENS = torch.device("cpu"), 150
@@ -56,11 +58,17 @@ class OnCpu(TorchElementwise):
         super().__init__(config, vectors, pool, rope)
 
 
+def unpacked_by_torch(plan: Plan, packed: PackedWeights, *_: object) -> Unpacked:
+    """Called like `UnpackedMatrices`."""
+    return Unpacked(plan, packed)
+
+
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (kernel, "Decoder", NoDecoder),
         (kernel, "FusedElementwise", OnCpu),
+        (kernel, "UnpackedMatrices", unpacked_by_torch),
         (torch.cuda, "synchronize", lambda _: None),
     ]
     for place, name, value in replaced:

@@ -116,7 +116,7 @@ def test_bytes_of_codes_and_scales_are_counted(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_rows_stay_only_where_there_is_room(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        engine_module, "stage", lambda *_: Staging(1, on_host=on_host, keeps_rows=False)
+        engine_module, "stage", lambda *_, **__: Staging(1, on_host=on_host, keeps_rows=False)
     )
     _, loaded = load(monkeypatch, weights=INT8)
     assert not loaded.keep_rows
