@@ -20,8 +20,7 @@ _CANDIDATES = (256, 384, 512, 768, 1024, 1536, 2048)
 # For tokens behind the last chunk of a prompt. Reading weights takes a GPU as long as 150 to 250
 # rows: fewer than 128 would hardly be quicker.
 _SHORT_CANDIDATES = (128, 192)
-# First chunks of up to so many tokens run as captured graphs where weights stay at one address, and
-# whole ones.
+# First chunks of up to so many tokens run as captured graphs, and whole ones.
 CAPTURED_TOKENS = (32, 64, 128, 256, 512, 1024)
 # What a prompt's last tokens may be padded to: a wider pass would cost more than wide ones save.
 _NARROW_TOKENS = 512

@@ -17,7 +17,7 @@ One step a file, each of which knows only those before it:
     loading        all of these in their order, for a model that is loaded
     packing        a matrix in rows → the kernel's order, and back
     packed         a rank's share → `PackedWeights` of the kernel, matrix by matrix
-    unpacking      the same back to rows, a matrix at a time, for prefill
+    unpacking      the same back to rows, a matrix at a time; of experts for prefill
 
 `memory` says what they take, before the first step.
 

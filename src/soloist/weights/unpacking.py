@@ -1,4 +1,4 @@
-"""From the kernel's image back to rows: what prefill multiplies by where only one copy fits."""
+"""From the kernel's image back to rows: experts for prefill, and what its kernel has to make."""
 
 from dataclasses import replace
 
@@ -25,7 +25,8 @@ from soloist.weights.packing import (
 class Unpacked:
     """Row-major matrices by name, each unpacked from the kernel's image when asked for.
 
-    Of a model with lanes they have lanes first.
+    By steps of torch, on any device: the definition of what `UnpackedMatrices` of prefill makes by
+    a kernel. Of a model with lanes they have lanes first.
 
     Args:
         plan: how the image is laid out.
