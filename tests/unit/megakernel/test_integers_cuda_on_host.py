@@ -172,7 +172,9 @@ def library(
         "ptx/memory.cuh": MEMORY + '#include "spec.cuh"\n' + LANES,
         "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
         "ptx/mma.cuh": MULTIPLY,
-        "ptx/e4m3.cuh": "uint2 fp16_of_e4m3(u32);",  # which integers do not need
+        # Which integers do not need.
+        "ptx/e4m3.cuh": "uint2 fp16_of_e4m3(u32);",
+        "ptx/e4m3_bits.cuh": "uint2 small_fp16_of_e4m3(u32);",
         "sync/wait.cuh": "#pragma once\n" + wait[wait.index("// Data from other blocks") :],
         "tile/ring.cuh": RING,
         "main.cpp": MAIN.replace("struct Context", model + "struct Context", 1),

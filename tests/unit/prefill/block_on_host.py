@@ -279,6 +279,10 @@ def without_shared(text: str) -> str:
     return text
 
 
+# Files of ptx/ without any PTX.
+_AS_THEY_ARE = ("ptx/types.cuh", "ptx/e4m3_bits.cuh")
+
+
 def compiled(
     header: str,
     kernel: str,
@@ -305,7 +309,7 @@ def compiled(
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
     files = {
         **dict.fromkeys(shims, '#include "world.h"\n'),
-        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
+        **{name: (CUDA / name).read_text(encoding="utf-8") for name in _AS_THEY_ARE},
         **{f"tile/{n}.cuh": (CUDA / f"tile/{n}.cuh").read_text(encoding="utf-8") for n in tiles},
         "spec.cuh": header, "world.h": _WORLD + own, "kernel.cu": kernel, "main.cpp": main,
     }  # fmt: skip

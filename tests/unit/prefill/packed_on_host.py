@@ -312,9 +312,10 @@ def built_rows(source: Source, folder: Path) -> ctypes.CDLL:
     return _compiled(header, source.text, ROWS_MAIN, folder)
 
 
-def built_unpack(source: Source, folder: Path) -> ctypes.CDLL:
-    """The kernel of `unpack_source`."""
-    return _compiled(source.header + _NO_PRODUCT, source.text, UNPACK_MAIN, folder)
+def built_unpack(source: Source, folder: Path, arch: int | None = None) -> ctypes.CDLL:
+    """The kernel of `unpack_source`; as an older GPU computes where an `arch` is given."""
+    older = "" if arch is None else f"#define __CUDA_ARCH__ {arch}\n"
+    return _compiled(source.header + older + _NO_PRODUCT, source.text, UNPACK_MAIN, folder)
 
 
 def built_quantize(source: Source, folder: Path) -> ctypes.CDLL:

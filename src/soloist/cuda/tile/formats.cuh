@@ -8,6 +8,7 @@
 // `both`); `place` says where in it a lane's values and scales lie.
 #pragma once
 #include "ptx/e4m3.cuh"
+#include "ptx/e4m3_bits.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "spec.cuh"
@@ -446,9 +447,6 @@ struct Fp8 {
   static __device__ __forceinline__ uint2 widened(u32 word) { return fp16_of_e4m3(word); }
 #else
   static constexpr u32 kBits = 8;
-  static __device__ __forceinline__ u32 placed(u32 pair) { return (pair & 0x80008000) | (pair >> 1 & 0x3F803F80); }
-  static __device__ __forceinline__ uint2 widened(u32 word) {
-    return make_uint2(placed(__byte_perm(word, 0, 0x1404)), placed(__byte_perm(word, 0, 0x3424)));
-  }
+  static __device__ __forceinline__ uint2 widened(u32 word) { return small_fp16_of_e4m3(word); }
 #endif
 };

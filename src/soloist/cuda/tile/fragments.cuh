@@ -4,6 +4,7 @@
 // spec.cuh: as of fragment_places.cuh and fragment_scales.cuh.
 #pragma once
 #include "ptx/e4m3.cuh"
+#include "ptx/e4m3_bits.cuh"
 #include "ptx/memory.cuh"
 #include "tile/fragment_super_blocks.cuh"
 
@@ -75,9 +76,15 @@ using Shared = SharedOf<kSuper>::Type;
 __device__ __forceinline__ uint2 numbers_of(u32 codes, float scale, float zero) {
   float v[4];
   if constexpr (kCodes == Codes::kFp8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    constexpr float kUnit = 256;
+    const uint2 pairs = small_fp16_of_e4m3(codes);
+#else
+    constexpr float kUnit = 1;
     const uint2 pairs = fp16_of_e4m3(codes);
-    v[0] = from_fp16(static_cast<u16>(pairs.x)), v[1] = from_fp16(static_cast<u16>(pairs.x >> 16));
-    v[2] = from_fp16(static_cast<u16>(pairs.y)), v[3] = from_fp16(static_cast<u16>(pairs.y >> 16));
+#endif
+    v[0] = from_fp16(static_cast<u16>(pairs.x)) * kUnit, v[1] = from_fp16(static_cast<u16>(pairs.x >> 16)) * kUnit;
+    v[2] = from_fp16(static_cast<u16>(pairs.y)) * kUnit, v[3] = from_fp16(static_cast<u16>(pairs.y >> 16)) * kUnit;
   } else {
     const u32 unsigned_codes = kSigned ? codes ^ 0x80808080u : codes;
     const float base = kIntegerBase + (kSigned ? 128.0f : kHasZeros || kHasOffsets ? 0.0f : 8.0f) + (kHasZeros ? zero : 0.0f);
