@@ -1,8 +1,8 @@
 // What rows g and g + 8 share of a chunk whose groups lie within super-blocks: a scale, and where there are some an offset, of as many
 // bits as a group has, times what the super-block has. See SuperBlockLayout of weights/layout.py.
 //
-// Of a tile one load has all that the groups of both rows have, and of both rows one each what their super-blocks have. A load past
-// the slots takes a warp as long as several products take: so words are loaded, and their bytes chosen once they are there.
+// Of a tile one load has all that the groups of both rows have, and of both rows one each what their super-blocks have: so words are
+// loaded, and their bytes chosen once they are there. A load for each byte would be a third of what a warp does for a chunk.
 #pragma once
 #include "tile/fragment_scales.cuh"
 
