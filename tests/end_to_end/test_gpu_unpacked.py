@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from end_to_end.test_gpu_kinds_and_formats import here
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from soloist.engine import Engine, EngineConfig
 from soloist.engine.kernel import KernelModel
-from soloist.megakernel.gpu import Gpu, gpu_from_capability
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import Attention
 from soloist.model.dtype import Dtype
@@ -30,12 +30,6 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 20, 128, 300)
 HEADS = Attention(8, 4, 64)
-
-
-def here(num_sms: int) -> Gpu:
-    """Some SMs of this GPU."""
-    p = torch.cuda.get_device_properties("cuda")
-    return gpu_from_capability(p.major, p.minor, num_sms, p.shared_memory_per_block_optin)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -52,9 +52,12 @@ class UnpackedMatrices:
     ) -> None:
         self._plan, self._packed, self._columns = plan, packed, columns
         device, operations = packed.image.device, _operations(plan)
-        sources = dict.fromkeys(unpack_source(op.matrix, plan.dtype) for op in operations)
-        kernels = {s: Kernels(s, (ENTRY,), plan.gpu.arch, cache_root, device) for s in sources}
-        self._kernels = {op: kernels[unpack_source(op.matrix, plan.dtype)] for op in operations}
+        sources = {op: unpack_source(op.matrix, plan.dtype) for op in operations}
+        kernels = {
+            source: Kernels(source, (ENTRY,), plan.gpu.arch, cache_root, device)
+            for source in dict.fromkeys(sources.values())
+        }
+        self._kernels = {op: kernels[source] for op, source in sources.items()}
         self._tables = {op: _table(plan, op).to(device) for op in operations}
         most = max(op.matrix.rows * op.matrix.columns for op in operations)
         dtype = TORCH_DTYPES[plan.dtype]
