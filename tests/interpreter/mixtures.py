@@ -1,7 +1,7 @@
 """Small mixtures of experts, and plans of them."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from interpreter.models import CONTEXT
@@ -13,14 +13,23 @@ _NORMED = Attention(4, 2, 32, qk_norm=True)
 
 
 @contextmanager
-def routing_early(*, early: bool) -> Iterator[None]:
-    """Plans that are made meanwhile have logits of experts beside attention_output, or not."""
-    before = HOPPER.routes_early
-    object.__setattr__(HOPPER, "routes_early", early)
+def _tuned(name: str, value: bool | int | None) -> Iterator[None]:
+    before = getattr(HOPPER, name)
+    object.__setattr__(HOPPER, name, value)
     try:
         yield
     finally:
-        object.__setattr__(HOPPER, "routes_early", before)
+        object.__setattr__(HOPPER, name, before)
+
+
+def routing_early(*, early: bool) -> AbstractContextManager[None]:
+    """Plans that are read meanwhile have logits of experts beside attention_output, or not."""
+    return _tuned("routes_early", early)
+
+
+def guessing(*, guess: bool) -> AbstractContextManager[None]:
+    """Plans that are read meanwhile have experts that stream by a guess, or not."""
+    return _tuned("least_guessed_bytes", 0 if guess else None)
 
 
 def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:

@@ -123,6 +123,8 @@ class Exchanges:
         logits = [kind.experts.num_logits for kind in self.kinds if kind.experts]
         if logits:
             buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(logits), 4)
+        if any(kind.guesses_experts for kind in self.kinds):
+            buffers["guessed_logits"] = (EXCHANGE_COPIES, max(logits), 4)
         if shape.meets:
             buffers["hidden_out"] = operand(_activations(self.head))
             buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)
@@ -236,6 +238,7 @@ class SharedMemory:
         most_slots: distinct experts that the queries of a launch can choose; 0 without experts.
         gates_shared: some layer's MLP beside experts has a gate.
         routes_early: see LayerKind.
+        guesses_experts: see LayerKind.
     """
 
     shape: ModelShape
@@ -248,6 +251,7 @@ class SharedMemory:
     most_slots: int = 0
     gates_shared: bool = False
     routes_early: bool = False
+    guesses_experts: bool = False
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -292,6 +296,8 @@ class SharedMemory:
             sizes["choice"] = (words, 4)
             parts = 2 if self.routes_early else 1  # of the stream, and of attention
             sizes["expert_logits"] = (2, parts, CONSUMER_WARPS, queries, 4)
+        if self.guesses_experts:  # see `ExpertGuess` in cuda/tile/guess.cuh
+            sizes["guess"] = (2 + MOST_EXPERTS // 32 + self.most_slots, 4)
         buffers = stack(sizes, value_bytes=1)
         if not self.converts:
             return buffers

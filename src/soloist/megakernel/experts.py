@@ -4,6 +4,7 @@ The distinct experts that a round's queries chose are its *slots*, in ascending 
 are the kernel knows only in the round, so the plan says everything by slot. Pure integers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soloist.errors import ShapeUnsupported
@@ -68,6 +69,15 @@ class Experts:
         own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
         return [divmod(tile, self.gate_up.units) for tile in own]
 
+    def guessed_tiles(self, block: int) -> list[tuple[int, int]]:
+        """(place in the guess, tile of the expert) of all tiles of gate_up that a block owns.
+
+        Experts take turns, so that each block has as many wrong ones as any other.
+        """
+        slots = self.router.num_chosen
+        own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
+        return [(tile % slots, tile // slots) for tile in own]
+
     @property
     def num_logits(self) -> int:
         """Of a query: one of each expert, then that of the MLP beside them, if it has one."""
@@ -92,6 +102,12 @@ class Experts:
             )
         ]
 
+    @property
+    def gate_up_block_bytes(self) -> int:
+        """Bytes of gate_up that a block streams of one query's experts, on average."""
+        chosen = self.router.num_chosen
+        return chosen * self.gate_up.units * self.gate_up.unit_bytes // self.blocks
+
     def block_bytes(self, block: int) -> int:
         """What a block streams of the experts of one query."""
         slots = self.router.num_chosen
@@ -102,6 +118,17 @@ class Experts:
     def max_block_bytes(self) -> int:
         """The same of the busiest block."""
         return max(self.block_bytes(block) for block in range(self.blocks))
+
+
+def corrected_guess(guess: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """What is multiplied in each place of a guess: the slot of its expert, or of one it missed.
+
+    Args:
+        guess: distinct experts, the likeliest first.
+        chosen: as many that were chosen, one to a slot.
+    """
+    missed = iter(slot for slot, expert in enumerate(chosen) if expert not in guess)
+    return [chosen.index(e) if e in chosen else next(missed) for e in guess]
 
 
 def require_experts(mixture: Mixture) -> None:

@@ -241,6 +241,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     constants |= _lanes(plan) | _experts(plan)
     names = (
         "sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out", "hidden_router",
+        "guessed_logits",
     )  # fmt: skip
     constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
@@ -353,7 +354,7 @@ def _layer(
         "kMlpBias": mlp.bias,
         "kWsGated": gated.offset,
         "kWsGatedBytes": gated.num_bytes,
-        **_experts_of(kind),
+        **_experts_of(kind, queries),
     }
     for vector in (*_VECTORS, *(_ROUTER_VECTORS if kind.experts else ())):
         buffer = kind.vectors.get(vector)
@@ -601,14 +602,15 @@ def _experts(plan: Plan) -> dict[str, Value]:
         constants["kHasSharedMlp"] = any("shared.down" in k.operations for k in plan.image.kinds)
         constants["kGatesShared"] = plan.shared.gates_shared
         constants["kTraceChosen"] = num_time_words(plan)
+        constants["kGuessSlots"] = plan.guess_slots
     return constants
 
 
-def _experts_of(kind: LayerKind) -> dict[str, Value]:
-    """Constants of a layer's experts."""
+def _experts_of(kind: LayerKind, queries: int) -> dict[str, Value]:
+    """Constants of a layer's experts in a build for so many queries."""
     experts = kind.experts
     if experts is None:
-        return {"kExperts": 0, "kRoutesEarly": False}
+        return {"kExperts": 0, "kRoutesEarly": False, "kGuesses": False}
     router = experts.router
     return {
         "kExperts": router.num_experts,
@@ -626,6 +628,7 @@ def _experts_of(kind: LayerKind) -> dict[str, Value]:
         "kHasSharedMlp": "shared.down" in kind.operations,
         "kGatesShared": experts.gates_shared,
         "kRoutesEarly": kind.routes_early,
+        "kGuesses": queries == 1 and kind.guesses_experts,
     }
 
 

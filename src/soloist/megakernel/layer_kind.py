@@ -273,6 +273,19 @@ class LayerKind:
         return self.spread.gpu.architecture.tuning.routes_early
 
     @property
+    def guesses_experts(self) -> bool:
+        """With one query experts are guessed from the stream before attention, and stream then.
+
+        Logits are known up to a factor at first, so they have to be what scores are ranked by.
+        """
+        least = self.spread.gpu.architecture.tuning.least_guessed_bytes
+        if self.experts is None or not self.routes_early or least is None:
+            return False
+        router = self.experts.router
+        ranks_by_logits = router.scores == "softmax" and not router.is_corrected
+        return ranks_by_logits and self.experts.gate_up_block_bytes >= least
+
+    @property
     def _vector_sizes(self) -> dict[str, int]:
         sizes = vector_sizes(self.layer, self.hidden_size)
         if self.routes_early and self.experts is not None:

@@ -159,6 +159,7 @@ class Plan:
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
             self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
+            self.guesses_experts,
         )  # fmt: skip
 
     @property
@@ -176,6 +177,16 @@ class Plan:
     def routes_early(self) -> bool:
         """Some layer's logits of experts come beside attention_output, see LayerKind."""
         return any(kind.routes_early for kind in self.image.kinds)
+
+    @property
+    def guesses_experts(self) -> bool:
+        """Some layer's experts stream by a guess, see LayerKind."""
+        return self.queries == 1 and any(kind.guesses_experts for kind in self.image.kinds)
+
+    @property
+    def guess_slots(self) -> int:
+        """Slots of the ring that guessed experts may take: what they miss needs some, too."""
+        return self.shared.ring_slots - self.gpu.architecture.tuning.unguessed_slots
 
     # The stream -----------------------------------------------------------------------------------
 

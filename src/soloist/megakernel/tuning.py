@@ -68,6 +68,11 @@ class Tuning:
         coded_paired_dim: up to so many values where keys and values are codes.
         routes_early: routers multiply what attention gives, beside attention_output, by a product
             of both matrices, so that experts stream one exchange earlier. On one GPU only.
+        least_guessed_bytes: with one query the router applied to the stream before attention
+            guesses experts, which stream while blocks wait for the choice: where logits come early,
+            and gate_up of the chosen experts has at least so many bytes for each block. Fewer come
+            quickly once the choice is known, and disturb the exchanges before it. None: never.
+        unguessed_slots: of the ring, that are left free of them for experts that the guess misses.
     """
 
     copies_in_flight: int = 3
@@ -104,13 +109,20 @@ class Tuning:
     paired_warp_tiles: int = 2
     coded_paired_dim: int = 128
     routes_early: bool = True
+    least_guessed_bytes: int | None = 128 * 1024
+    unguessed_slots: int = 3
 
 
 HOPPER = Tuning()
 # Kernels were only compiled for these: nobody has seen whether more sums and slots are worth their
 # registers.
 NEWER = replace(
-    HOPPER, max_chains=2, batch_slots=1, few_quantized_batch_slots=1, coded_paired_dim=64
+    HOPPER,
+    max_chains=2,
+    batch_slots=1,
+    few_quantized_batch_slots=1,
+    coded_paired_dim=64,
+    least_guessed_bytes=None,
 )
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)

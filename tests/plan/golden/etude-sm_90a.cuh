@@ -448,6 +448,8 @@ struct Model {
   static constexpr unsigned kWsSquaresOutBytes = 0u;
   static constexpr unsigned kWsHiddenRouter = 0u;
   static constexpr unsigned kWsHiddenRouterBytes = 0u;
+  static constexpr unsigned kWsGuessedLogits = 0u;
+  static constexpr unsigned kWsGuessedLogitsBytes = 0u;
   static constexpr unsigned kWsHiddenIn = 0u;
   static constexpr unsigned kWsHiddenInBytes = 32768u;
   static constexpr unsigned kWsAttended = 32768u;
@@ -518,6 +520,7 @@ struct Model {
     static constexpr unsigned kWsGatedBytes = 65536u;
     static constexpr unsigned kExperts = 0u;
     static constexpr bool kRoutesEarly = false;
+    static constexpr bool kGuesses = false;
     static constexpr unsigned kVecAttentionNorm = 0u;
     static constexpr unsigned kVecMlpNorm = 320u;
     static constexpr unsigned kVecQNorm = 640u;

@@ -7,10 +7,12 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from soloist.megakernel.header import _constants
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
@@ -45,6 +47,7 @@ inline float low_half(u32 pair) { return bits_to<float>(pair << 16); }
 inline float high_half(u32 pair) { return bits_to<float>(pair & 0xFFFF0000); }
 inline float present(float x) { return x; }
 inline bool is_present(uint4) { return true; }
+inline bool is_present(float) { return true; }
 inline void store_exchanged(float* to, float x) { *to = x; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float warp_sum(float x) {
@@ -52,10 +55,25 @@ inline float warp_sum(float x) {
   return x;
 }
 template <class M>
-u8* exchange_copy(const Params& params, u32 offset, u32, u32) { return params.workspace + offset; }
+u8* exchange_copy(const Params& params, u32 offset, u32, u32 epoch) {
+  if (offset == M::kWsHiddenRouter && epoch != 7 + 3) std::abort();
+  return params.workspace + offset;
+}
 inline u16* operand_value(u8* buffer, u32 query, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMostQueries + query) * 32 + k % 32;
 }
+"""
+GUESS = r"""
+#pragma once
+template <class M>
+float* guessed_logits(const Params& params, u32 epoch) {
+  return epoch == 7 ? reinterpret_cast<float*>(params.workspace + M::kGuessedAt) : nullptr;
+}
+"""
+TOUCH = r"""
+#pragma once
+inline void touch(const float*) {}
+inline float4 load_touched(const float* p) { return {p[0], p[1], p[2], p[3]}; }
 """
 HIDDEN = r"""
 #pragma once
@@ -76,6 +94,7 @@ MAIN = r"""
 #include "ops/route.cuh"
 struct L {
   static constexpr u64 kVecRouter = 0, kVecRouterOutput = kRows * Model::kHidden;
+  static constexpr bool kGuesses = kGuessed;
   static u32 first_router_row(u32 block) { return block * kRows / kBlocks; }
   static u64 vectors(u32) { return 64; }
 };
@@ -85,6 +104,10 @@ extern "C" void route(u8* workspace, const float* vectors, const float* factors,
   for (u32 block = 0; block < kBlocks; ++block) {
     std::memset(shared, 0xFF, 1 << 16);
     std::memcpy(shared, factors, kMaxQueries * 4);
+    if constexpr (kGuessed)
+      run_lanes(0, 32, [&](u32 lane) {
+        publish_guess<L, Model>(params, 0, 7 + 3, 7, block, lane);
+      });
     run_lanes(0, kConsumerThreads, [&](u32 thread) {
       Context<Model> cx{params, {shared}, 3, block, thread / 32, thread % 32, thread, {queries}, 7,
                         scales[thread / 32]};
@@ -93,7 +116,85 @@ extern "C" void route(u8* workspace, const float* vectors, const float* factors,
   }
 }
 """
-HIDDEN_SIZE, ROWS, BLOCKS = 160, 20, 7
+ROWS, BLOCKS = 20, 7
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Logits [queries, rows] of the kernel's code, and what they are; of the stream alone, too."""
+
+    logits: Tensor
+    wanted: Tensor
+    guessed: Tensor
+    of_stream: Tensor
+
+
+def run(folder: Path, hidden: int, heads: int, queries: int, *, guesses: bool = False) -> Seen:
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
+    room, attended = 1 if queries == 1 else MAX_QUERIES, heads * 128
+    operand_bytes = [room * 2 * columns for columns in (hidden, attended)]
+    sizes = {
+        "kHidden": hidden, "kQueryHeads": heads, "kHeadDim": 128, "kMostLogits": ROWS,
+        "kWsExpertLogits": 0, "kWsExpertLogitsBytes": 1, "kShExpertLogits": 4096,
+        "kGuessedAt": 2048, "kStreamAt": 4096, "kWsHiddenRouter": 4096, "kWsHiddenRouterBytes": 1,
+        "kAttendedAt": 4096 + operand_bytes[0],
+    }  # fmt: skip
+    counts = {
+        "kMaxQueries": MAX_QUERIES, "kMostQueries": room, "kConsumerWarps": CONSUMER_WARPS,
+        "kConsumerThreads": CONSUMER_WARPS * 32, "kRows": ROWS, "kBlocks": BLOCKS,
+        "kGuessed": guesses,
+    }  # fmt: skip
+    spec = ['#pragma once\n#include "ptx/types.cuh"', *_constants(counts)]
+    spec += ["struct Model {", *_constants(sizes, "static "), "};"]
+    files = {
+        "spec.cuh": "\n".join(spec),
+        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
+        "ptx/memory.cuh": MEMORY + '#include "spec.cuh"\n' + LANES,
+        "ptx/touch.cuh": TOUCH,
+        "tile/context.cuh": CONTEXT,
+        "tile/guess.cuh": GUESS,
+        "ops/hidden.cuh": HIDDEN,
+        "ops/attention/exchange.cuh": "#pragma once\n",
+        "ops/route.cuh": (CUDA / "ops/route.cuh").read_text(encoding="utf-8"),
+        "main.cpp": MAIN,
+    }
+    for at, text in files.items():
+        (folder / at).parent.mkdir(parents=True, exist_ok=True)
+        (folder / at).write_text(text, encoding="utf-8")
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{folder}"]
+    made = subprocess.run(
+        [compiler, *options, folder / "main.cpp", "-o", folder / "route.so"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[:4000]
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    router, product = drawn(ROWS, hidden), drawn(ROWS, attended)
+    stream, attention = (drawn(queries, n).bfloat16() for n in (hidden, attended))
+    factors, scales = drawn(MAX_QUERIES).exp(), drawn(MAX_QUERIES).exp()
+
+    def operand(x: Tensor) -> Tensor:
+        padded = torch.zeros(room, -(-x.shape[1] // 32) * 32, dtype=torch.bfloat16)
+        padded[: len(x), : x.shape[1]] = x
+        return padded.view(room, -1, 32).transpose(0, 1).contiguous().view(torch.uint8).flatten()
+
+    workspace = torch.cat(
+        [torch.zeros(4096, dtype=torch.uint8), *map(operand, (stream, attention))]
+    )
+    vectors = torch.cat([torch.full((64,), torch.nan), router.flatten(), product.flatten()])
+    code = ctypes.CDLL(str(folder / "route.so"))
+    code.route(*map(place, (workspace, vectors, factors, scales)), queries)
+    seen = workspace[: room * ROWS * 4].view(torch.float32).view(room, ROWS)[:queries]
+    assumed = (scales / factors)[:queries, None]
+    of_stream = stream.float() @ router.T
+    wanted = of_stream / assumed + attention.float() @ product.T
+    guessed = workspace[2048 : 2048 + ROWS * 4].view(torch.float32)
+    return Seen(seen, wanted, guessed, of_stream)
 
 
 @pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
@@ -102,62 +203,14 @@ def test_logits_follow_from_the_stream_and_from_attention(
     heads: int, queries: int, tmp_path: Path
 ) -> None:
     """Each is a row of the router times the stream, over the scale that was assumed, and more."""
-    compiler = shutil.which("g++")
-    if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
-    room, attended = 1 if queries == 1 else MAX_QUERIES, heads * 128
-    operand_bytes = [room * 2 * columns for columns in (HIDDEN_SIZE, attended)]
-    sizes = {
-        "kHidden": HIDDEN_SIZE, "kQueryHeads": heads, "kHeadDim": 128, "kMostLogits": ROWS,
-        "kWsExpertLogits": 0, "kWsExpertLogitsBytes": 1, "kShExpertLogits": 4096,
-        "kStreamAt": 4096, "kAttendedAt": 4096 + operand_bytes[0],
-    }  # fmt: skip
-    counts = {
-        "kMaxQueries": MAX_QUERIES, "kMostQueries": room, "kConsumerWarps": CONSUMER_WARPS,
-        "kConsumerThreads": CONSUMER_WARPS * 32, "kRows": ROWS, "kBlocks": BLOCKS,
-    }  # fmt: skip
-    spec = ['#pragma once\n#include "ptx/types.cuh"', *_constants(counts)]
-    spec += ["struct Model {", *_constants(sizes, "static "), "};"]
-    files = {
-        "spec.cuh": "\n".join(spec),
-        "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
-        "ptx/memory.cuh": MEMORY + '#include "spec.cuh"\n' + LANES,
-        "tile/context.cuh": CONTEXT,
-        "ops/hidden.cuh": HIDDEN,
-        "ops/attention/exchange.cuh": "#pragma once\n",
-        "ops/route.cuh": (CUDA / "ops/route.cuh").read_text(encoding="utf-8"),
-        "main.cpp": MAIN,
-    }
-    for at, text in files.items():
-        (tmp_path / at).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / at).write_text(text, encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{tmp_path}"]
-    made = subprocess.run(
-        [compiler, *options, tmp_path / "main.cpp", "-o", tmp_path / "route.so"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr[:4000]
-    generator = torch.Generator().manual_seed(3)
+    seen = run(tmp_path, 160, heads, queries)
+    torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
 
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
 
-    router, product = drawn(ROWS, HIDDEN_SIZE), drawn(ROWS, attended)
-    stream, attention = (drawn(queries, n).bfloat16() for n in (HIDDEN_SIZE, attended))
-    factors, scales = drawn(MAX_QUERIES).exp(), drawn(MAX_QUERIES).exp()
-
-    def operand(x: torch.Tensor) -> torch.Tensor:
-        padded = torch.zeros(room, x.shape[1], dtype=torch.bfloat16)
-        padded[: len(x)] = x
-        return padded.view(room, -1, 32).transpose(0, 1).contiguous().view(torch.uint8).flatten()
-
-    workspace = torch.cat(
-        [torch.zeros(4096, dtype=torch.uint8), *map(operand, (stream, attention))]
-    )
-    vectors = torch.cat([torch.full((64,), torch.nan), router.flatten(), product.flatten()])
-    code = ctypes.CDLL(str(tmp_path / "route.so"))
-    code.route(*map(place, (workspace, vectors, factors, scales)), queries)
-    seen = workspace[: room * ROWS * 4].view(torch.float32).view(room, ROWS)[:queries]
-    assumed = (scales / factors)[:queries, None]
-    wanted = stream.float() @ router.T / assumed + attention.float() @ product.T
-    torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("hidden", [160, 2048, 4480])
+def test_a_guess_has_the_sums_that_logits_begin_with(hidden: int, tmp_path: Path) -> None:
+    """One warp comes to the bits of eight, or a query's would depend on who is beside it."""
+    seen = run(tmp_path / "guessed", hidden, 2, 1, guesses=True)
+    torch.testing.assert_close(seen.guessed, seen.of_stream[0], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
+    assert torch.equal(seen.logits, run(tmp_path / "not", hidden, 2, 1).logits)

@@ -1,7 +1,7 @@
 // The cleaner warp: fills the exchange buffers that this block wrote two epochs ago with sentinels again, off the
-// path of the consumers, with the fence that this needs.
+// path of the consumers, with the fence that this needs. Between two cleanings it makes a guess of experts.
 #pragma once
-#include "ops/hidden.cuh"
+#include "ops/route.cuh"
 
 // Words `first` … `first + count - 1` (32 bits each) of every query.
 __device__ __forceinline__ void clear_words(u8* copy, u32 query_bytes, u32 queries, u32 first, u32 count, u32 lane) {
@@ -46,6 +46,9 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
   const u32 first = L::first_router_row(block), chosen = queries * L::kChosen;
   clear_words(exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch), M::kMostLogits * 4, queries, first,
               L::first_router_row(block + 1) - first, lane);
+  if constexpr (L::kGuesses)
+    clear_words(exchange_copy<M>(params, M::kWsGuessedLogits, M::kWsGuessedLogitsBytes, epoch), 0, 1, first,
+                L::first_router_row(block + 1) - first, lane);
   u8* gated = exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, epoch);
   const u32 count = (chosen < L::kExperts ? chosen : L::kExperts) * queries * kChunks;
 #pragma unroll 1
@@ -71,6 +74,12 @@ __device__ __forceinline__ void clean(const Params& params, const Control* contr
   u32 hidden_in = 0, layers = 0;
 #pragma unroll 1
   for (u32 cleanings = 0;; ++cleanings) {
+    if constexpr (M::kMostSlots > 0 && kMostQueries == 1)
+      if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers)
+        M::of_layer(layer, [=, &params](auto kind) {
+          using L = decltype(kind);
+          if constexpr (L::kGuesses) publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
+        });
     mbarrier_wait(cleanable, cleanings & 1);
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}

@@ -7,7 +7,7 @@
 #pragma once
 #include "ops/mlp.cuh"
 #include "ops/route.cuh"
-#include "tile/slots.cuh"
+#include "tile/guess.cuh"
 
 template <class M>
 __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
@@ -208,6 +208,37 @@ __device__ __forceinline__ void publish_tile(Context<M>& cx, const Sums<typename
   });
 }
 
+// Calls `use` with the slot and the tile of the expert of all tiles of gate_up that the block has, in the order in which they stream.
+template <class L, class M, class Use>
+__device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<M>& slots, const Use& use) {
+  using GateUp = typename L::GateUp;
+  if constexpr (!L::kGuesses) {
+    const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
+#pragma unroll 1
+    for (u32 tile = first; tile < end; ++tile) use(tile / GateUp::kUnits, tile % GateUp::kUnits);
+  } else {
+    using Tiles = GuessedTiles<L>;
+    const Tiles tiles(cx.block);
+    const ExpertGuess<M>& guess = expert_guess<M>(cx.shared.base);
+    const ChoiceBarriers barriers{cx.chosen, cx.guesses++ & 1};
+    mbarrier_wait(barriers.corrected(), barriers.parity);
+    const u32 issued = guess.issued, wrong = guess.wrong;
+    // First those that came by the guess and are right, then all others.
+#pragma unroll 1
+    for (u32 n = 0; n < 2 * tiles.count; ++n) {
+      const bool again = n >= tiles.count;
+      const u32 i = again ? n - tiles.count : n, place = tiles.place(i), slots_before = i * Tiles::kTileSlots;
+      const bool came = slots_before < issued, is_right = came && !(wrong >> place & 1);
+      if (again == is_right) {
+        if (came && !again) cx.ring.skip(cx.lane, min(Tiles::kTileSlots, issued - slots_before));
+        continue;
+      }
+      const bool is_its = cx.lane < L::kChosen && slots.expert[cx.lane] == guess.expert[place];
+      use(__ffs(__ballot_sync(~0u, is_its)) - 1, tiles.unit(i));
+    }
+  }
+}
+
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
@@ -217,22 +248,21 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
   cx.let_clean(cx.layers_done + cx.round - 1);
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
   cx.tell_chosen(layer, slots.count);
-  const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
   u8* now = gated_operand<L>(cx, cx.layers_done);
   const GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
   Ahead<GateUp> ahead;
   ahead.fill(operand);
   cx.arrived();
-#pragma unroll 1
-  for (u32 tile = first; tile < end; ++tile) {
-    if (!kStay && GateUp::kSteps % GateUp::kDepth != 0 && tile > first) ahead.fill(operand);
+  const u32 count = L::first_tile(cx.block + 1, slots.count) - L::first_tile(cx.block, slots.count);
+  u32 left = count;
+  for_each_tile<L>(cx, slots, [&](u32 slot, u32 tile) {
+    if (!kStay && GateUp::kSteps % GateUp::kDepth != 0 && left < count) ahead.fill(operand);
     Sums<GateUp> sums;
     multiply<2, !kStay>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
-    const u32 slot = tile / GateUp::kUnits;
-    if (tile + 1 == end) cx.mark();
-    publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile % GateUp::kUnits * 8);
-  }
-  if (first == end) {
+    if (--left == 0) cx.mark();
+    publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile * 8);
+  });
+  if (count == 0) {
     cx.mark();
     if constexpr (L::kRoutesEarly) cx.sync();  // `down` finds the shares; who has a tile met the others for it
   }

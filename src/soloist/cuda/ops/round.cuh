@@ -24,7 +24,7 @@ struct Barriers {
   u32 emit;      // consumers -> reporter: tokens are ready
   u32 reported;  // reporter -> consumers: they are with the host
   u32 cleanable, cleaned;  // consumers -> cleaner and back
-  u32 chosen;    // consumers -> producer: which experts, where there are any
+  u32 chosen;    // consumers -> producer: which experts, where there are any; see ChoiceBarriers
 };
 
 // The round's outcome: tokens to emit and the next round's queries. Lane c of warp 0 serves query c.
@@ -159,7 +159,9 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + (M::kMostSlots > 0);
+inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 2 : 0;
+template <class M>
+inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + kChoiceBarriers<M>;
 
 // What a warp is known to be: registers move when it takes its role, in the kernel's first launch.
 struct AnyWarp {
@@ -187,7 +189,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
       mbarrier_init(ring.full + i * 8, kStagingLanes);
       mbarrier_init(ring.empty + i * 8, kReleases);
     }
-    for (u32 i = 0; i < 6 + (M::kMostSlots > 0); ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
+    for (u32 i = 0; i < 6 + kChoiceBarriers<M>; ++i) mbarrier_init(first + i * 8, i < 2 ? kRoundArrivals : 1);
     *where = Where{0, 0, 0, 0, 0, 0};
     control->queries = Queries{params.launch->queries};
     control->rounds = params.launch->rounds;
@@ -218,7 +220,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{ring.base, ring.full, ring.empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
-               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen};
+               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen, 0};
     consume(cx, barriers, all_barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});

@@ -2,11 +2,24 @@
 #pragma once
 #include "ops/attention/exchange.cuh"
 #include "ops/hidden.cuh"
+#include "ptx/touch.cuh"
+#include "tile/guess.cuh"
 
 template <class M>
 __device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
   u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
   return reinterpret_cast<float*>(now) + query * M::kMostLogits;
+}
+
+// Eight numbers of a router's row, and their product with as many activations.
+__device__ __forceinline__ void load_router(const float* at, float4 (&part)[2]) {
+  part[0] = __ldg(reinterpret_cast<const float4*>(at));
+  part[1] = __ldg(reinterpret_cast<const float4*>(at + 4));
+}
+__device__ __forceinline__ float router_product(const float4 (&part)[2], uint4 x) {
+  const float4 low = part[0], high = part[1];
+  return low.x * low_half(x.x) + low.y * high_half(x.x) + low.z * low_half(x.y) + low.w * high_half(x.y) +
+         high.x * low_half(x.z) + high.y * high_half(x.z) + high.z * low_half(x.w) + high.w * high_half(x.w);
 }
 
 // A row of `kLength` numbers times all queries: eight columns to a thread at a time.
@@ -28,9 +41,7 @@ struct RouterRow {
   }
   __device__ __forceinline__ void load_part(u32 i, u32 thread, float4 (&part)[2]) const {
     const u32 k = i * kColumns + thread * 8;
-    if (k >= kLength) return;
-    part[0] = __ldg(reinterpret_cast<const float4*>(row + k));
-    part[1] = __ldg(reinterpret_cast<const float4*>(row + k + 4));
+    if (k < kLength) load_router(row + k, part);
   }
   // The thread's part of the products of `queries` queries from `first` on. Activations are waited for.
   __device__ __forceinline__ void multiply(u8* operand, u32 first, u32 queries, u32 thread, float (&sums)[kTogether]) const {
@@ -54,13 +65,9 @@ struct RouterRow {
         for (u32 q = 0; q < kTogether; ++q)
           if (q < queries) ready &= is_present(x[q]);
       }
-      const float4 low = part[0], high = part[1];
 #pragma unroll
-      for (u32 q = 0; q < kTogether; ++q) {
-        if (q >= queries) continue;
-        sums[q] += low.x * low_half(x[q].x) + low.y * high_half(x[q].x) + low.z * low_half(x[q].y) + low.w * high_half(x[q].y) +
-                   high.x * low_half(x[q].z) + high.y * high_half(x[q].z) + high.z * low_half(x[q].w) + high.w * high_half(x[q].w);
-      }
+      for (u32 q = 0; q < kTogether; ++q)
+        if (q < queries) sums[q] += router_product(part, x[q]);
     }
   }
   // The warp's part of the products of all queries, to `sums` [warp][query] in shared memory.
@@ -79,6 +86,63 @@ struct RouterRow {
   }
 };
 
+// A guess of experts follows from what a router gives of the stream before attention: a block's rows of it, by a warp that does
+// nothing else meanwhile. Sums are those that all warps of a block come to, which their logits begin with.
+template <class L, class M>
+__device__ __forceinline__ void publish_guess(const Params& params, u32 layer, u32 in, u32 epoch, u32 block, u32 lane) {
+  constexpr u32 kColumns = kConsumerThreads * 8, kEach = (M::kHidden + kColumns - 1) / kColumns;
+  constexpr u32 kTogether = 2;  // warps' parts at a time
+  const auto exists = [](u32 k) { return M::kHidden % kColumns == 0 || k < M::kHidden; };
+  u8* before = exchange_copy<M>(params, M::kWsHiddenRouter, M::kWsHiddenRouterBytes, in);
+#pragma unroll 1
+  for (u32 r = L::first_router_row(block); r < L::first_router_row(block + 1); ++r) {
+    const float* row = params.vectors + L::vectors(layer) + L::kVecRouter + r * M::kHidden;
+    for (u32 k = lane * 8; k < M::kHidden; k += 32 * 8) touch(row + k);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (u32 warp = 0; warp < kConsumerWarps; warp += kTogether) {
+      float own[kTogether] = {};
+#pragma unroll 1
+      for (u32 i = 0; i < kEach; ++i) {
+        const u32 k = i * kColumns + (warp * 32 + lane) * 8;
+        uint4 x[kTogether];
+        bool ready = false;
+#pragma unroll 1
+        while (!ready) {
+          ready = true;
+#pragma unroll
+          for (u32 w = 0; w < kTogether; ++w)
+            if (exists(k + w * 256)) x[w] = load_exchanged(operand_value(before, 0, k + w * 256));
+#pragma unroll
+          for (u32 w = 0; w < kTogether; ++w)
+            if (exists(k + w * 256)) ready &= is_present(x[w]);
+        }
+#pragma unroll
+        for (u32 w = 0; w < kTogether; ++w)
+          if (exists(k + w * 256)) {
+            const float* at = row + k + w * 256;
+            const float4 weights[2] = {load_touched(at), load_touched(at + 4)};
+            own[w] += router_product(weights, x[w]);
+          }
+      }
+#pragma unroll
+      for (u32 w = 0; w < kTogether; ++w) own[w] = warp_sum(own[w]);
+#pragma unroll
+      for (u32 w = 0; w < kTogether; ++w) sum += own[w];
+    }
+    if (lane == 0) store_exchanged(guessed_logits<M>(params, epoch) + r, present(sum));
+  }
+}
+
+// What that warp found, which it did long before attention is there.
+template <class M>
+__device__ __forceinline__ float published_guess(const Context<M>& cx, u32 row) {
+  float x;
+  do x = load_exchanged(guessed_logits<M>(cx.params, cx.layers_done) + row);
+  while (!is_present(x));
+  return x;
+}
+
 // Logits beside attention_output, one exchange before the residual is known. They are linear in what attention gives:
 // R (x + Wo a) = R x + (R Wo) a, where the loader made R Wo. The first part is there while attention is on its way.
 // Published without the residual's norm, which is positive and follows.
@@ -95,16 +159,21 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer) {
 #pragma unroll 1
   for (u32 r = first; r < end; ++r) {
     float* now = parts + r % 2 * (2 * kSums);
-    row.load(vectors + L::kVecRouter + r * M::kHidden, cx.thread);
-    row.add_up(cx, before, now);
+    float guessed = 0.0f;
+    if constexpr (L::kGuesses) {
+      if (cx.thread == 0) guessed = published_guess<M>(cx, r);
+    } else {
+      row.load(vectors + L::kVecRouter + r * M::kHidden, cx.thread);
+      row.add_up(cx, before, now);
+    }
     product.load(vectors + L::kVecRouterOutput + r * kAttended, cx.thread);
     product.add_up(cx, attended, now + kSums);
     cx.sync();
     if (cx.warp < cx.queries && cx.lane == 0) {
-      float of_stream = 0.0f, of_attention = 0.0f;
+      float of_stream = guessed, of_attention = 0.0f;
 #pragma unroll
       for (u32 w = 0; w < kConsumerWarps; ++w) {
-        of_stream += now[w * kMostQueries + cx.warp];
+        if constexpr (!L::kGuesses) of_stream += now[w * kMostQueries + cx.warp];
         of_attention += now[kSums + w * kMostQueries + cx.warp];
       }
       // The stream was published times the scale that was assumed: the true one over this factor.

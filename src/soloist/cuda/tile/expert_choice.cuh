@@ -34,24 +34,28 @@ struct ExpertChoice {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i)
       rank[i] = 32 * i + lane < L::kExperts ? rank_of(L::kCorrected ? share[i] + correction[i] : share[i]) : 0;
-    choose(rank, lane);
+    choose(rank, lane, [](u32, u32) {});
     normalise();
   }
-  // By logits that are known up to a positive factor; `weigh` says the shares when that is known.
-  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane) : chosen(0) {
+  // By logits that are known up to a positive factor; `weigh` says the shares when that is known. Calls `note` with the place
+  // and the number of each expert, the best first, by the lane that has it.
+  template <class Note>
+  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane, const Note& note) : chosen(0) {
     static_assert(kByLogits, "scores in the order of logits");
     u32 rank[kEach];
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) rank[i] = 32 * i + lane < L::kExperts ? rank_of(logit[i]) : 0;
-    choose(rank, lane);
+    choose(rank, lane, note);
   }
+  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane) : ExpertChoice(logit, lane, [](u32, u32) {}) {}
   __device__ __forceinline__ void weigh(const float (&logit)[kEach], u32 lane) {
     score(logit, lane);
     normalise();
   }
 
  private:
-  __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane) {
+  template <class Note>
+  __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane, const Note& note) {
 #pragma unroll 1
     for (u32 n = 0; n < L::kChosen; ++n) {
       u32 best = 0, at = 0;
@@ -65,6 +69,7 @@ struct ExpertChoice {
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i)
         if (wins && i == at) rank[i] = 0, chosen |= 1u << i;
+      if (wins) note(n, 32 * at + lane);
     }
   }
   __device__ __forceinline__ void normalise() {
