@@ -186,7 +186,7 @@ class Plan:
     @property
     def guess_slots(self) -> int:
         """Slots of the ring that guessed experts may take: what they miss needs some, too."""
-        return self.shared.ring_slots - self.gpu.architecture.tuning.unguessed_slots
+        return max(0, self.shared.ring_slots - self.gpu.architecture.tuning.unguessed_slots)
 
     # The stream -----------------------------------------------------------------------------------
 
