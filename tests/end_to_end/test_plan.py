@@ -125,13 +125,15 @@ def test_a_mixture_of_experts(soloist, tmp_path):
     for words in (
         "30.5 B parameters (3.35 B for a token)",
         "its own 8 of 128 experts",
-        "the extra time of routing is left out",
+        "with experts, in µs a layer, in which all but experts streams: 17.6 on 1",
     ):
         assert words in done.out
     assert "reference only" not in done.out
     rows = json.loads(soloist("plan", "--config", file, "--hardware", "H200", "--json").out)["rows"]
     runs = {row["precision"] for row in rows if row["runs"]}
     assert runs == {"fp16/bf16", "fp8", "int4"}
+    known = {(r["precision"], r["gpus"]) for r in rows if r["expected_from"] == "measured"}
+    assert known == {("fp16/bf16", 1), ("fp16/bf16", 2)}
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ def basis(subject: Subject, rows: Sequence[Reach]) -> list[str]:
         lines.append(
             "assumed: layers wait as long as dense layers; the extra time of routing is left out"
         )
+    elif kind is Kind.EXPERTS:
+        waits = MEASURED.waits[kind]
+        lines.append(
+            f"with experts, in µs a layer, in which all but experts streams: "
+            f"{_by_gpus(waits.layer_s)}; measured with one shape on "
+            f"{' and '.join(map(str, waits.measured_on))} GPUs (benchmarks/results/"
+            "h200-experts.json, 2-h200-experts.json) and assumed on others"
+        )
     elif kind is Kind.LANES:
         waits = MEASURED.waits[kind]
         lines.append(

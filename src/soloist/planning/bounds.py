@@ -16,19 +16,20 @@ from enum import Enum
 from soloist.model.dtype import Dtype
 from soloist.model.kv_format import KvFormat
 from soloist.model.tensors import TensorSpec
-from soloist.planning.model import Model
+from soloist.planning.model import EXPERTS, Model
 from soloist.planning.precision import Precision, weights_bytes
 
 
 class Kind(Enum):
     """What blocks wait for in a layer.
 
-    With lanes, sums arrive late and are not waited for in the same places. Of mixtures of experts
-    and of models that Soloist does not run, nothing was measured.
+    With lanes, sums arrive late and are not waited for in the same places. With experts, what a
+    layer reads of them is known late. Of models that Soloist does not run, nothing was measured.
     """
 
     DENSE = "dense"
     LANES = "lanes"
+    EXPERTS = "experts"
     OTHER = "other"
 
 
@@ -43,6 +44,7 @@ class StepCost:
         layers: in which blocks wait for each other.
         kind: of their exchanges.
         kv_name: how keys and values are stored, as `KvFormat.name` says it.
+        certain_bytes: of the weights, those of layers that are read whatever experts are chosen.
     """
 
     weight_bytes: int
@@ -51,6 +53,7 @@ class StepCost:
     layers: int
     kind: Kind = Kind.DENSE
     kv_name: str = ""
+    certain_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +91,7 @@ def step_cost(
         layers=model.num_layers,
         kind=kind_of(model),
         kv_name="" if model.kv.is_plain else model.kv.name,
+        certain_bytes=_certain_bytes(model, precision),
     )
 
 
@@ -110,6 +114,11 @@ def weight_bytes(model: Model, precision: Precision, queries: int = 1) -> int:
             for spec in _streamed(model)
         )
     )
+
+
+def _certain_bytes(model: Model, precision: Precision) -> int:
+    of_layers = [s for s in model.specs if s.name.startswith("layers.") and EXPERTS not in s.name]
+    return weights_bytes(of_layers, precision)
 
 
 def kv_bytes_read(model: Model, context_tokens: int, stored: KvFormat | None = None) -> int:
@@ -153,6 +162,8 @@ def _streamed(model: Model) -> list[TensorSpec]:
 
 def kind_of(model: Model) -> Kind:
     """What layers of a model wait for."""
-    if model.config is None or model.mixture is not None:
+    if model.config is None:
         return Kind.OTHER
+    if model.mixture is not None:
+        return Kind.EXPERTS
     return Kind.DENSE if model.config.lanes is None else Kind.LANES

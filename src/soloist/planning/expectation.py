@@ -25,6 +25,11 @@ Sources, all from H200s:
   less: the same chain waited 5.7 µs a layer on 2 GPUs.
 - Waiting with lanes: three rows of each of these files wait 3.2 to 4.3 µs a layer on 2 GPUs, 3.6
   to 5.6 on 4.
+- Waiting with experts: blocks know late which they read. On one GPU rows of qwen3-30b-a3b in bf16,
+  FP8 and int4 (`benchmarks/results/h200-experts.json`) take 17.3 to 18.0 µs a layer more than its
+  experts, head, keys and values at 4.44 TB/s; 17.6 are taken. On two GPUs it is 18.8 in bf16
+  (`2-h200-experts.json`). What else a layer reads streams meanwhile, so waiting is that time less
+  that stream's. After 32,000 positions 4 % fewer tokens are made.
 - Waiting of a step of several queries: 8 instead of 1 add 2.8 to 7.0 µs a layer there, and
   3.2 are taken; queries are padded to 8, so fewer cost the same. On several GPUs the same is
   taken.
@@ -37,8 +42,8 @@ Sources, all from H200s:
 
 Elsewhere the same share of bandwidth and the same waiting are assumptions: GPUs that reach each
 other more slowly wait longer. So they are for models that Soloist does not run, whose layers are
-taken to wait as dense ones do (what a router or a latent adds is not known), and for lanes on 1 and
-8 GPUs.
+taken to wait as dense ones do (what a router or a latent adds is not known), for lanes on 1 and
+8 GPUs, and for experts on 4 and 8, where dense layers' difference is added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +70,7 @@ class Wall(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What a layer's exchanges add to the stream.
+    """What a layer's exchanges add to the stream; with experts, what they add to that of experts.
 
     Attributes:
         layer_s: number of GPUs → seconds.
@@ -109,6 +114,7 @@ MEASURED = Measured(
     waits={
         Kind.DENSE: Waits(_DENSE_S, (1, 2, 4, 8)),
         Kind.LANES: Waits({1: 3.0e-6, 2: 3.0e-6, 4: 4.6e-6, 8: 4.6e-6}, (2, 4)),
+        Kind.EXPERTS: Waits({1: 17.6e-6, 2: 18.8e-6, 4: 22.1e-6, 8: 24.8e-6}, (1, 2)),
         Kind.OTHER: Waits(_DENSE_S, ()),
     },
     queries_wait_s=3.2e-6,
@@ -163,8 +169,13 @@ def expect(cost: StepCost, hardware: Hardware, gpus: int, queries: int = 1) -> E
         of_layer += MEASURED.queries_wait_s
     compute = None if hardware.flops is None else cost.flops / (hardware.flops * gpus)
     kv_share = MEASURED.kv_read_shares[cost.kv_name] if cost.kv_name else 1.0
-    stream = (cost.weight_bytes + cost.kv_bytes / kv_share) / (_read_rate(hardware) * gpus)
-    return Expectation(stream, compute, cost.layers * of_layer)
+    rate = _read_rate(hardware) * gpus
+    stream = (cost.weight_bytes + cost.kv_bytes / kv_share) / rate
+    wait = cost.layers * of_layer
+    if cost.kind is Kind.EXPERTS:
+        least = cost.layers * MEASURED.waits[Kind.DENSE].layer_s[gpus]
+        wait = max(least, wait - cost.certain_bytes / rate)
+    return Expectation(stream, compute, wait)
 
 
 def is_measured(kind: Kind, hardware: Hardware, gpus: int, kv_name: str = "") -> bool:

@@ -12,7 +12,7 @@ from soloist.planning import expectation
 from soloist.planning.bounds import Kind, StepCost, step_cost
 from soloist.planning.expectation import Wall, expect, is_measured
 from soloist.planning.hardware import find_hardware
-from soloist.planning.precision import SIXTEEN_BIT
+from soloist.planning.precision import PRECISIONS, SIXTEEN_BIT
 from soloist.planning.reading import read_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -49,6 +49,37 @@ def test_recorded_speeds_with_keys_and_values_in_codes_are_met_within_9_percent(
         assert is_measured(cost.kind, H200, 1, cost.kv_name)
     assert not is_measured(Kind.DENSE, H200, 2, "int4")
     assert is_measured(Kind.DENSE, H200, 2)
+
+
+def test_recorded_speeds_with_experts_are_met_within_6_percent():
+    """And what the module's text tells of their waiting is what was recorded."""
+    model, chains_us = read_model(BENCHMARKS / "shapes/qwen3-30b-a3b.json"), {1: [], 2: []}
+    by_name = {"bf16": SIXTEEN_BIT} | {p.name: p for p in PRECISIONS}
+    for gpus, file in ((1, "h200-experts.json"), (2, "2-h200-experts.json")):
+        rows = json.loads((BENCHMARKS / "results" / file).read_text())
+        for row in (r for r in rows if r["bench"] == "decode" and r["columns"] == 1):
+            seen = row["start_position"] + row["new_tokens"] // 2
+            cost = step_cost(model, by_name[row["weights"]], seen)
+            assert cost.num_bytes == pytest.approx(row["streamed_bytes_per_token"], rel=0.015)
+            speed, measured = 1 / expect(cost, H200, gpus).token_s, row["decode_tokens_per_s"]
+            assert speed == pytest.approx(measured["median"], rel=0.06), (row["weights"], gpus)
+            uncertain = (cost.num_bytes - cost.certain_bytes) / 4.44e12 / gpus
+            if seen < 1000:
+                chain = (1 / measured["median"] - uncertain) / cost.layers
+                chains_us[gpus].append(chain * 1e6)
+    low, *_, high = sorted(chains_us[1])
+    assert f"take {low:.1f} to {high:.1f} µs a layer more" in told()
+    assert f"On two GPUs it is {chains_us[2][0]:.1f} in bf16" in told()
+
+
+def test_little_that_is_certain_hides_little_waiting():
+    def waits_us(certain_bytes):
+        cost = StepCost(10**9, 0, 1e9, 10, Kind.EXPERTS, certain_bytes=certain_bytes)
+        return expect(cost, H200, 1).wait_s / 10 * 1e6
+
+    assert waits_us(0) == pytest.approx(17.6)
+    assert waits_us(444_000_000) == pytest.approx(7.6)
+    assert waits_us(888_000_000) == pytest.approx(2.0)  # as dense layers at least
 
 
 def test_the_chain_on_eight_gpus_is_met_within_3_percent():
@@ -114,14 +145,16 @@ def told():
 
 
 def test_what_was_measured_and_what_is_taken_to_be_alike():
-    dense, lanes, other = (StepCost(10**9, 0, 1e9, 28, kind) for kind in Kind)
+    dense, lanes, experts, other = (StepCost(10**9, 0, 1e9, 28, kind) for kind in Kind)
     for gpus in (1, 2, 4, 8):
         assert is_measured(Kind.DENSE, H200, gpus)
         assert is_measured(Kind.LANES, H200, gpus) is (gpus in (2, 4))
+        assert is_measured(Kind.EXPERTS, H200, gpus) is (gpus < 4)
         assert not is_measured(Kind.OTHER, H200, gpus)
         a_layer = 3.0e-6 if gpus < 4 else 4.6e-6
         assert expect(lanes, H200, gpus).wait_s == pytest.approx(28 * a_layer)
         assert expect(other, H200, gpus) == expect(dense, H200, gpus)
+        assert expect(experts, H200, gpus).wait_s > expect(dense, H200, gpus).wait_s
 
 
 def test_each_wall():
