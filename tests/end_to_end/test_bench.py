@@ -186,6 +186,7 @@ def test_requests_side_by_side_have_a_row_together(soloist):
     assert plain["mbu"] == pytest.approx(moved / plain["bandwidth_gb_per_s"] / 1e9, abs=0.002)
 
 
+@pytest.mark.timed
 def test_of_requests_side_by_side_one_has_a_prediction(soloist):
     options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 400, "--runs", 1)
     options += ("--sequences", 3, "--prediction", "--predicted")
