@@ -24,37 +24,21 @@ from soloist.model.config import Router
 from soloist.model.dtype import Dtype
 from unit.megakernel.test_sample_cuda_on_host import CUDA
 
-WARP = r"""
-#pragma once
-#include <algorithm>
-#include <barrier>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <thread>
-#include <vector>
-#include "ptx/types.cuh"
-#define __device__
-#define __forceinline__ inline
-#undef kInfinity
-#define kInfinity INFINITY
+# The 32 lanes of a warp are threads, which meet at every exchange between them.
+MEETINGS = r"""
 static std::barrier meet(32);
 static u32 words[32];
-static thread_local u32 lane_here;
+static thread_local u32 own_lane;
 // Calls `use` with what all lanes gave.
 template <class Use> auto exchanged(u32 own, const Use& use) {
-  words[lane_here] = own;
+  words[own_lane] = own;
   meet.arrive_and_wait();
   const auto found = use(words);
   meet.arrive_and_wait();
   return found;
 }
-inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
-inline float __uint_as_float(u32 x) { float value; std::memcpy(&value, &x, 4); return value; }
-inline u32 __popc(u32 x) { return __builtin_popcount(x); }
-inline float exp2_fast(float x) { return std::exp2(x); }
 inline float __shfl_xor_sync(u32, float x, u32 by) {
-  const auto other = [&](const u32* all) { return __uint_as_float(all[lane_here ^ by]); };
+  const auto other = [&](const u32* all) { return __uint_as_float(all[own_lane ^ by]); };
   return exchanged(__float_as_uint(x), other);
 }
 inline u32 __reduce_max_sync(u32, u32 x) {
@@ -71,6 +55,28 @@ inline u32 __ballot_sync(u32, bool x) {
   });
 }
 """
+WARP = (
+    r"""
+#pragma once
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+#include "ptx/types.cuh"
+#define __device__
+#define __forceinline__ inline
+#undef kInfinity
+#define kInfinity INFINITY
+inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float __uint_as_float(u32 x) { float value; std::memcpy(&value, &x, 4); return value; }
+inline u32 __popc(u32 x) { return __builtin_popcount(x); }
+inline float exp2_fast(float x) { return std::exp2(x); }
+"""
+    + MEETINGS
+)
 
 MAIN = r"""
 #include "ptx/mma.cuh"
@@ -91,7 +97,7 @@ static float logits[kMostQueries][L::kExperts], corrections[L::kExperts];
 static ExpertSlots<M> slots;
 
 static void run(u32 lane) {
-  lane_here = lane;
+  own_lane = lane;
   constexpr u32 kEach = ExpertChoice<L>::kEach;
   std::vector<ExpertChoice<L>> choices;
   for (u32 q = 0; q < kMostQueries; ++q) {

@@ -17,6 +17,7 @@ from interpreter.models import gpu
 from soloist.megakernel.plan import make_plan
 from soloist.model.config import Mixture
 from soloist.model.dtype import Dtype
+from unit.megakernel.test_experts_cuda_on_host import MEETINGS
 from unit.megakernel.test_produce_cuda_on_host import LITTLE_SHARED_BYTES, MAIN, ONE_LANE, program
 
 WARP = (
@@ -24,42 +25,17 @@ WARP = (
     + r"""
 #include <barrier>
 #include <thread>
-static std::barrier meet(32);
-static u32 words[32];
-static thread_local u32 own_lane_id;
-// Calls `use` with what all lanes gave.
-template <class Use> auto exchanged(u32 own, const Use& use) {
-  words[own_lane_id] = own;
-  meet.arrive_and_wait();
-  const auto found = use(words);
-  meet.arrive_and_wait();
-  return found;
-}
+"""
+    + MEETINGS
+    + r"""
 template <class T> T __shfl_sync(u32, T x, u32 from) {
   return exchanged(x, [&](const u32* all) { return static_cast<T>(all[from % 32]); });
 }
-inline float __shfl_xor_sync(u32, float x, u32 by) {
-  const auto other = [&](const u32* all) { return __uint_as_float(all[own_lane_id ^ by]); };
-  return exchanged(__float_as_uint(x), other);
-}
 template <class T> T __shfl_up_sync(u32, T x, u32 by) {
   const auto other = [&](const u32* all) {
-    return own_lane_id < by ? x : static_cast<T>(all[own_lane_id - by]);
+    return own_lane < by ? x : static_cast<T>(all[own_lane - by]);
   };
   return exchanged(x, other);
-}
-inline u32 __reduce_max_sync(u32, u32 x) {
-  return exchanged(x, [](const u32* all) { return *std::max_element(all, all + 32); });
-}
-inline u32 __reduce_min_sync(u32, u32 x) {
-  return exchanged(x, [](const u32* all) { return *std::min_element(all, all + 32); });
-}
-inline u32 __ballot_sync(u32, bool x) {
-  return exchanged(x, [](const u32* all) {
-    u32 bits = 0;
-    for (u32 i = 0; i < 32; ++i) bits |= all[i] << i;
-    return bits;
-  });
 }
 inline bool __any_sync(u32 all, bool x) { return __ballot_sync(all, x) != 0; }
 inline bool __all_sync(u32 all, bool x) { return __ballot_sync(all, x) == ~0u; }
@@ -117,7 +93,7 @@ int main(int, char** given) {
   std::vector<std::thread> lanes;
   for (u32 lane = 0; lane < 32; ++lane)
     lanes.emplace_back([&, lane] {
-      blockIdx.x = block, own_lane_id = lane;
+      blockIdx.x = block, own_lane = lane;
       produce<Model>(params, &control, &where, of_ring, round, chosen, lane);
     });
   blockIdx.x = block;
