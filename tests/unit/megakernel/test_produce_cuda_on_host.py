@@ -22,8 +22,8 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 REAL = (
     "ops/produce.cuh", "ops/producer.cuh", "ops/guess.cuh", "ops/attention/split.cuh",
-    "tile/guess.cuh", "tile/slots.cuh", "tile/expert_choice.cuh", "tile/kv_page.cuh",
-    "ptx/types.cuh",
+    "tile/guess.cuh", "tile/logits.cuh", "tile/slots.cuh", "tile/expert_choice.cuh",
+    "tile/kv_page.cuh", "ptx/types.cuh",
 )  # fmt: skip
 
 # What a warp of one lane makes of the functions of warps.

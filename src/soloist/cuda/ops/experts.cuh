@@ -8,6 +8,7 @@
 #include "ops/mlp.cuh"
 #include "ops/route.cuh"
 #include "tile/guess.cuh"
+#include "tile/logits.cuh"
 
 template <class M>
 __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
@@ -26,18 +27,9 @@ __device__ __forceinline__ void load_corrections(const Context<M>& cx, u32 layer
 // Until all logits of this warp's query have come.
 template <class L, class M>
 __device__ __forceinline__ void wait_for_logits(const Context<M>& cx, float (&logit)[ExpertChoice<L>::kEach]) {
-  constexpr u32 kEach = ExpertChoice<L>::kEach;
   const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
 #pragma unroll 1
-  for (;;) {
-    bool ready = true;
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-      logit[i] = 32 * i + cx.lane < L::kExperts ? load_exchanged(logits + 32 * i + cx.lane) : 0.0f;
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(logit[i]);
-    if (__all_sync(~0u, ready)) break;
-  }
+  while (!load_logits<L>(logits, cx.lane, logit)) {}
 }
 // What the MLP that all tokens take counts for, by a logit that is still to be multiplied by `factor`.
 template <class L, class M>
@@ -88,6 +80,25 @@ __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
   }
 }
 
+// The choice of a round's only query, of which the first warp tells the producer. It is made once before all logits have come: so its
+// code is at hand when they have.
+template <class L, class M>
+__device__ __forceinline__ ExpertChoice<L> choose_alone(Context<M>& cx, ExpertSlots<M>& slots, float (&logit)[ExpertChoice<L>::kEach]) {
+  const float* logits = expert_logits<M>(cx.params, cx.layers_done, 0);
+  ExpertChoice<L> choice;
+#pragma unroll 1
+  for (bool rehearses = true, ready = false; !ready; rehearses = false) {
+    ready = load_logits<L>(logits, cx.lane, logit);
+    if (!ready && !rehearses) continue;
+    if (ready) cx.mark();
+    choice = ExpertChoice<L>(logit, cx.lane);
+    slots.template fill<L>(choice, cx.lane);
+  }
+  __syncwarp();
+  if (cx.lane == 0) mbarrier_arrive(cx.chosen);  // pairs with the producer's wait
+  return choice;
+}
+
 // The choice where logits came with attention (`route_early`): experts stream from it on, and what needs the residual follows. Marked as a router whose first two parts take no time.
 template <class L, class M>
 __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
@@ -120,17 +131,23 @@ __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
   };
   if constexpr (Choice::kByLogits) {
     float logit[Choice::kEach] = {};
-    if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
-    cx.mark();
-    Choice choice(logit, cx.lane);
-    note(choice);
+    Choice choice;
+    if constexpr (kMostQueries == 1) {
+      if (cx.warp == 0) choice = choose_alone<L>(cx, slots, logit);
+    } else {
+      if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
+      cx.mark();
+      choice = Choice(logit, cx.lane);
+      note(choice);
+    }
     settle();
     meet();
     if (cx.warp < cx.queries) {
 #pragma unroll
       for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
       choice.weigh(logit, cx.lane);
-      slots.template number<L, true>(choice, cx.warp, cx.queries, cx.lane);
+      if constexpr (kMostQueries == 1) slots.template fill_shares<L>(choice, cx.lane);
+      else slots.template number<L, true>(choice, cx.warp, cx.queries, cx.lane);
     }
   } else {
     settle();
@@ -223,6 +240,7 @@ __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<
     const ChoiceBarriers barriers{cx.chosen, cx.guesses++ & 1};
     mbarrier_wait(barriers.corrected(), barriers.parity);
     const u32 issued = guess.issued, wrong = guess.wrong;
+    const u32 slot_of_place = slots.slot_of(cx.lane < L::kChosen ? guess.expert[cx.lane] : 0);
     // First those that came by the guess and are right, then all others.
 #pragma unroll 1
     for (u32 n = 0; n < 2 * tiles.count; ++n) {
@@ -233,8 +251,7 @@ __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<
         if (came && !again) cx.ring.skip(cx.lane, min(Tiles::kTileSlots, issued - slots_before));
         continue;
       }
-      const bool is_its = cx.lane < L::kChosen && slots.expert[cx.lane] == guess.expert[place];
-      use(__ffs(__ballot_sync(~0u, is_its)) - 1, tiles.unit(i));
+      use(__shfl_sync(~0u, slot_of_place, place), tiles.unit(i));
     }
   }
 }
@@ -348,6 +365,55 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
     }
 }
 
+// Slots of a round's only query whose activations are converted together, as those of one matrix: their lanes then all have some, and
+// what one waits for overlaps. As many as divide those of a layer and fit.
+template <class L>
+constexpr u32 slots_together() {
+  using Down = typename L::Down;
+  u32 most = 1;
+  // Digits of odd steps change places, see Conversion.
+  if (Down::kSteps % 2 == 0 || !kMakesDigits<Down>)
+    for (u32 n = 2; n <= L::kChosen; ++n)
+      if (L::kChosen % n == 0 && n * Down::kSteps <= kConvertedSteps) most = n;
+  return most;
+}
+template <class L>
+struct SlotsTogether : L::Down {
+  static constexpr u32 kSlots = slots_together<L>(), kSteps = kSlots * L::Down::kSteps;
+};
+
+// The slots of one query, for weights that are quantised. `ahead`: activations of the first ones, which were asked for.
+template <class L, class M>
+__device__ __forceinline__ void add_converted_slots(Context<M>& cx, u8* gated, u32 layer, u32 units, Ahead<SlotsTogether<L>>& ahead,
+                                                    Sums<typename L::Down>& totals) {
+  using Down = typename L::Down;
+  using Together = SlotsTogether<L>;
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  const auto operand_of = [&](u32 slot) {
+    return GlobalOperand<Together>(gated + slot * (L::kSlotColumns * 2), cx, L::vectors(layer));
+  };
+#pragma unroll 1
+  for (u32 first = 0; first < L::kChosen; first += Together::kSlots) {
+    const auto operand = operand_of(first);
+    if (!ahead.is_there()) ahead.fill(operand);
+    if (!L::kHasSharedMlp && first == 0) cx.arrived();
+    ahead.made = false;
+    Conversion<Together, true>{operand, ahead, cx.lane}.start();
+    if (first + Together::kSlots < L::kChosen) ahead.load(operand_of(first + Together::kSlots), 0);
+    auto of_slot = GlobalOperand<Down>(gated, cx, L::vectors(layer));
+#pragma unroll 1
+    for (u32 slot = first; slot < first + Together::kSlots; ++slot) {
+      Ahead<Down> converted;
+      converted.made = true;
+      Sums<Down> sums;
+      multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, of_slot, converted, sums);
+      add_slot<Down>(totals, sums, slots, slot, cx.lane);
+      of_slot.converted += Down::kSteps * 128;
+      of_slot.powers += Down::kSteps * 4;
+    }
+  }
+}
+
 template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
@@ -366,6 +432,16 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   const u32 count = slots.count;
   Sums<Down> totals;
   totals.clear();
+  if constexpr (kConverting && kAtOnce) {
+    Ahead<SlotsTogether<L>> ahead;
+    ahead.load(GlobalOperand<SlotsTogether<L>>(gated, cx, L::vectors(layer)), 0);
+    if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
+    add_converted_slots<L>(cx, gated, layer, units, ahead, totals);
+    cx.mark();
+    add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
+    cx.mark();
+    return;
+  }
   Ahead<Down> ahead;
   if constexpr (L::kHasSharedMlp) {
     // With several queries there are too few registers to ask for a slot's activations meanwhile.

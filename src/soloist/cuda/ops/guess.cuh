@@ -7,6 +7,7 @@
 #pragma once
 #include "ops/producer.cuh"
 #include "tile/guess.cuh"
+#include "tile/logits.cuh"
 
 // By a warp, once the logits of all blocks have come. Returns the lane's expert, of those that have a place.
 template <class L, class M>
@@ -15,14 +16,7 @@ __device__ __forceinline__ u32 guess_experts(const Params& params, ExpertGuess<M
   const float* logits = guessed_logits<M>(params, epoch);
   float logit[kEach];
 #pragma unroll 1
-  for (;;) {
-    bool ready = true;
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) logit[i] = 32 * i + lane < L::kExperts ? load_exchanged(logits + 32 * i + lane) : 0.0f;
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(logit[i]);
-    if (__all_sync(~0u, ready)) break;
-  }
+  while (!load_logits<L>(logits, lane, logit)) {}
   const ExpertChoice<L> choice(logit, lane, [&](u32 place, u32 expert) { guess.expert[place] = expert; });
 #pragma unroll
   for (u32 i = 0; i < kEach; ++i) {

@@ -27,6 +27,7 @@ struct ExpertChoice {
   // Scores are in the order of logits, so that a positive factor of these changes no choice.
   static constexpr bool kByLogits = !L::kSigmoid && !L::kCorrected;
 
+  __device__ __forceinline__ ExpertChoice() : chosen(0) {}
   // `logit` and, if there is one, the correction of each of the lane's experts.
   __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], const float (&correction)[kEach], u32 lane) : chosen(0) {
     u32 rank[kEach];

@@ -51,4 +51,43 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
     }
     if (!kSharesAlone && query == 0 && lane == 0) count = slot;
   }
+  // The choice of a round's only query. Shares follow by `share_alone`.
+  template <class L>
+  __device__ __forceinline__ void fill(const ExpertChoice<L>& choice, u32 lane) {
+    u32 slot = 0;
+#pragma unroll
+    for (u32 i = 0; i < ExpertChoice<L>::kEach; ++i) {
+      const bool is_chosen = choice.chosen >> i & 1;
+      const u32 word = __ballot_sync(~0u, is_chosen);
+      if (lane == 0) chosen[0][i] = word;
+      if (is_chosen) {
+        const u32 own = slot + __popc(word & ((1u << lane) - 1));
+        expert[own] = 32 * i + lane;
+        queries[own] = 1;
+      }
+      slot += __popc(word);
+    }
+    if (lane == 0) count = slot;
+  }
+  template <class L>
+  __device__ __forceinline__ void fill_shares(const ExpertChoice<L>& choice, u32 lane) {
+    u32 slot = 0;
+#pragma unroll
+    for (u32 i = 0; i < ExpertChoice<L>::kEach; ++i) {
+      const bool is_chosen = choice.chosen >> i & 1;
+      const u32 word = __ballot_sync(~0u, is_chosen);
+      if (is_chosen) share[slot + __popc(word & ((1u << lane) - 1))][0] = choice.share[i];
+      slot += __popc(word);
+    }
+  }
+  // Which slot an expert has that the first query chose, of one query.
+  __device__ __forceinline__ u32 slot_of(u32 which) const {
+    u32 slot = 0;
+#pragma unroll
+    for (u32 w = 0; w < kWords; ++w) {
+      const u32 below = which / 32 > w ? ~0u : which / 32 < w ? 0 : (1u << which % 32) - 1;
+      slot += __popc(chosen[0][w] & below);
+    }
+    return slot;
+  }
 };
