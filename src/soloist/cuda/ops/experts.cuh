@@ -256,6 +256,32 @@ __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<
   }
 }
 
+// Tiles of gate_up of a round's only query: each warp adds up another one's sums, while the others go on.
+template <class L, class M>
+struct GatedTiles {
+  using GateUp = typename L::GateUp;
+  static constexpr u32 kMost = (L::kChosen * GateUp::kUnits + M::kLaneBlocks - 1) / M::kLaneBlocks;
+  static constexpr u32 kTogether = kMost < kConsumerWarps ? kMost : kConsumerWarps;
+  Reduction reduction;
+  u32 place;
+
+  __device__ __forceinline__ explicit GatedTiles(Context<M>& cx) : reduction(cx, 16 * kTogether, true), place(0) {}
+  __device__ __forceinline__ void publish(Context<M>& cx, const Sums<GateUp>& sums, u8* now, u32 neuron) {
+    reduction.put_tile(sums, 16 * place, cx.warp, cx.lane);
+    if (cx.warp == place) {
+      wait_at(place);
+      const float sum = reduction.get(0, 16 * place + cx.lane % 16) * cx.shared.control().factor[0];
+      const float up = __shfl_down_sync(~0u, sum, 8);
+      publish_pair(now, 0, neuron + cx.lane, cx.lane, cx.lane < 8, silu(sum) * up);
+    } else {
+      arrive_at(place);
+    }
+    if (++place < kTogether) return;
+    place = 0;
+    if constexpr (kMost > kTogether) cx.sync();  // all have been added up
+  }
+};
+
 template <class L, class M>
 __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
@@ -272,16 +298,27 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
   cx.arrived();
   const u32 count = L::first_tile(cx.block + 1, slots.count) - L::first_tile(cx.block, slots.count);
   u32 left = count;
+  const auto tiles = [&] {
+    if constexpr (kMostQueries == 1) return GatedTiles<L, M>(cx);
+    else return 0;
+  };
+  [[maybe_unused]] auto gated = tiles();
   for_each_tile<L>(cx, slots, [&](u32 slot, u32 tile) {
     if (!kStay && GateUp::kSteps % GateUp::kDepth != 0 && left < count) ahead.fill(operand);
     Sums<GateUp> sums;
     multiply<2, !kStay>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
     if (--left == 0) cx.mark();
-    publish_tile<L>(cx, sums, now, slots.queries[slot], slot * L::kSlotColumns + tile * 8);
+    const u32 neuron = slot * L::kSlotColumns + tile * 8;
+    if constexpr (kMostQueries == 1) gated.publish(cx, sums, now, neuron);
+    else publish_tile<L>(cx, sums, now, slots.queries[slot], neuron);
   });
   if (count == 0) {
     cx.mark();
-    if constexpr (L::kRoutesEarly) cx.sync();  // `down` finds the shares; who has a tile met the others for it
+    if constexpr (L::kRoutesEarly && kMostQueries > 1) cx.sync();  // `down` finds the shares; who has a tile met the others for it
+  }
+  if constexpr (L::kRoutesEarly && kMostQueries == 1) {  // `down` finds the shares that the first warp noted
+    if (cx.warp == 0) arrive_at(kConsumerWarps);
+    else wait_at(kConsumerWarps);
   }
   cx.mark();
 }

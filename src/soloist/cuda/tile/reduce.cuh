@@ -73,6 +73,18 @@ struct Reduction {
       }
     }
   }
+  // The same of one query and one tile, whose rows come to `first_row` and after it.
+  template <class Op>
+  __device__ __forceinline__ void put_tile(const Sums<Op>& sums, u32 first_row, u32 warp, u32 lane) {
+    float* at = buffer + warp * stride + first_row;
+    if constexpr (kDealsTiles<Op>) {
+      for_each_dealt(sums, 2, lane, [&](u32 row, float sum) { at[row] = sum; });
+      return;
+    }
+    if (lane % 4) return;
+    at[lane / 4] = sums.total(0, 0);
+    at[lane / 4 + 8] = sums.total(0, 2);
+  }
   // The sum over warps, always in the same order.
   __device__ __forceinline__ float get(u32 query, u32 row) const {
     const float* p = buffer + query * stride + (row & ~31u) + (row + query / 2 * 8) % 32;
