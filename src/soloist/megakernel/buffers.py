@@ -215,8 +215,11 @@ _CONVERTING_ORDER = (
 
 def _reduction_bytes(op: Operation) -> int:
     """Sums of all warps for the rows of a group of tiles, in fp32, of one query."""
-    rows = -(-op.group_tiles * TILE_ROWS // 32) * 32
-    return CONSUMER_WARPS * rows * 4
+    return _sums_bytes(op.group_tiles)
+
+
+def _sums_bytes(tiles: int) -> int:
+    return CONSUMER_WARPS * -(-tiles * TILE_ROWS // 32) * 32 * 4
 
 
 def _padded(rows: int) -> int:
@@ -239,6 +242,7 @@ class SharedMemory:
         gates_shared: some layer's MLP beside experts has a gate.
         routes_early: see LayerKind.
         guesses_experts: see LayerKind.
+        tiles_together: of experts' gate_up, that are added up side by side; 0 where none are.
     """
 
     shape: ModelShape
@@ -252,6 +256,7 @@ class SharedMemory:
     gates_shared: bool = False
     routes_early: bool = False
     guesses_experts: bool = False
+    tiles_together: int = 0
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -345,10 +350,19 @@ class SharedMemory:
         """
         attended = self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
         if self.converts:
-            return max(self._reductions_bytes, attended, _REDUCE_BYTES - self.converted_bytes)
+            reductions = max(self._reductions_bytes, self._with_tiles_together)
+            return max(reductions, attended, _REDUCE_BYTES - self.converted_bytes)
         if self.queries > 1 or self.samples:
             return _REDUCE_BYTES
-        return max(2 * max(map(_reduction_bytes, self.operations)), attended)
+        most = max(map(_reduction_bytes, self.operations))
+        return max(2 * most, 2 * _sums_bytes(self.tiles_together), attended)
+
+    @property
+    def _with_tiles_together(self) -> int:
+        """Of experts' gate_up, and of what comes before or after it."""
+        *layers, _ = self.operations
+        own = _sums_bytes(self.tiles_together)
+        return own + max(map(_reduction_bytes, layers)) if own else 0
 
     @property
     def _reductions_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soloist.errors import ShapeUnsupported
+from soloist.megakernel.limits import CONSUMER_WARPS
 from soloist.megakernel.partition import Matrix
 from soloist.model.config import Mixture, Router
 
@@ -77,6 +78,12 @@ class Experts:
         slots = self.router.num_chosen
         own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
         return [(tile % slots, tile // slots) for tile in own]
+
+    @property
+    def tiles_together(self) -> int:
+        """Tiles of gate_up of one query that a block's warps add up side by side, one each."""
+        tiles = self.router.num_chosen * self.gate_up.units
+        return min(CONSUMER_WARPS, -(-tiles // self.blocks))
 
     @property
     def num_logits(self) -> int:

@@ -625,6 +625,7 @@ def _experts_of(kind: LayerKind, queries: int) -> dict[str, Value]:
         "kTileBytes": experts.gate_up.unit_bytes,
         "kRowBytes": experts.down.unit_bytes,
         "kSlotColumns": experts.slot_columns,
+        "kTilesTogether": experts.tiles_together,
         "kHasSharedMlp": "shared.down" in kind.operations,
         "kGatesShared": experts.gates_shared,
         "kRoutesEarly": kind.routes_early,
@@ -668,11 +669,13 @@ def _operation(op: Operation, offset: int, table: int, depth: int) -> str:
         "kUnitHalves": matrix.unit_half_tiles,
         "kDepth": depth,
         "kHalfTileBytes": matrix.format.half_tile_bytes,
+        "kHalfTileValueBytes": matrix.format.half_tile_values_bytes,
         "kSlotTiles": op.slot_tiles,
         "kOffset": offset,
         "kPermuted": matrix.format.is_permuted,
         "kPairsSteps": matrix.pairs_steps,
         "kEndsInHalf": matrix.ends_in_half,
+        "kSkipsPadding": matrix.skips_padding,
     }
     if matrix.format.is_permuted:
         values["kTable"] = table

@@ -221,7 +221,11 @@ class LayerKind:
             # Which block multiplies a tile depends on the choice, so each lies on its own.
             return self.spread.in_groups(replace(matrix, blocks=matrix.units), 1)
         if isinstance(self.layer.mlp, Mixture) and product.name == "down":
-            matrix = replace(matrix, ends_in_half=matrix.may_end_in_half)
+            matrix = replace(
+                matrix,
+                ends_in_half=matrix.may_end_in_half,
+                skips_padding=matrix.may_skip_padding,
+            )
         if matrix.order is not RowOrder.PAIRED:
             return self.spread.in_groups(matrix, matrix.max_tiles)
         # In as few groups of tiles as registers allow.

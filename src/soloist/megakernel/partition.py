@@ -43,6 +43,8 @@ class Matrix:
         padded_units: units with padding, so that all blocks have as many; None: as rows say.
         ends_in_half: the last step has half as many columns, of which a warp has half as many. Of
             matrices in 16 bits, of which every block has one tile.
+        skips_padding: columns of padding that a warp has in a step are stored but not streamed. Of
+            quantised matrices, of which every block has one tile of one or two steps in a slot.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Matrix:
     format: WeightFormat
     padded_units: int | None = None
     ends_in_half: bool = False
+    skips_padding: bool = False
 
     @property
     def unit_rows(self) -> int:
@@ -88,6 +91,15 @@ class Matrix:
             and self.format.is_plain
             and 0 < self.columns % STEP_COLUMNS <= HALF_STEP_COLUMNS
         )
+
+    @property
+    def may_skip_padding(self) -> bool:
+        """Whether some warp has nothing but padding of a step, and the kernel can leave that out."""
+        is_tile = self.units * self.unit_half_tiles == 2 * self.blocks
+        fits = not self.format.is_plain and self.steps <= min(2, self.format.tiles)
+        columns = WARP_COLUMNS * (2 if self.pairs_steps else 1)
+        padding = self.steps * STEP_COLUMNS - self.columns
+        return is_tile and fits and not self.format.super_block and padding >= columns
 
     @property
     def unit_half_tiles(self) -> int:

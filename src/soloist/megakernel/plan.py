@@ -159,7 +159,7 @@ class Plan:
         return SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
             self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
-            self.guesses_experts,
+            self.guesses_experts, self._tiles_together,
         )  # fmt: skip
 
     @property
@@ -167,6 +167,12 @@ class Plan:
         """Distinct experts that the queries of a launch can choose; 0 where there are none."""
         experts = [kind.experts for kind in self.image.kinds if kind.experts]
         return max((x.most_slots(self.queries) for x in experts), default=0)
+
+    @property
+    def _tiles_together(self) -> int:
+        """Tiles of experts' gate_up that are added up side by side with one query; else 0."""
+        experts = [kind.experts for kind in self.image.kinds if kind.experts]
+        return max((x.tiles_together for x in experts if self.queries == 1), default=0)
 
     @property
     def _gates_shared(self) -> bool:
@@ -199,7 +205,7 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         if self.ranks == 1:
             if self._pauses:
-                return (tuning.pausing_copies_in_flight[1],) * 3
+                return (self._pausing_copies[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         few = self._streams_little or (
@@ -218,7 +224,7 @@ class Plan:
         if self.ranks > 1:
             return 0
         if self._pauses:
-            return tuning.pausing_copies_in_flight[0]
+            return self._pausing_copies[0]
         few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
         differs = self._is_quantized and few < self.image.busiest_layer_bytes <= most
         return tuning.waiting_copies_in_flight if differs else 0
@@ -235,6 +241,14 @@ class Plan:
         return self.has_experts or (
             not self._streams_little and any(f.super_block for f in formats)
         )
+
+    @property
+    def _pausing_copies(self) -> tuple[int, int]:
+        """Copies in flight while a block that pauses waits for others, and while it multiplies."""
+        tuning = self.gpu.architecture.tuning
+        if self.queries == 1 and self.has_experts and self._is_quantized:
+            return tuning.quantized_pausing_copies_in_flight
+        return tuning.pausing_copies_in_flight
 
     @property
     def _is_quantized(self) -> bool:

@@ -21,6 +21,8 @@ class Tuning:
         pausing_copies_in_flight: the same of mixtures, whose experts come after a wait, and of
             super-blocks, which wait for instructions: while a block waits for others, and while it
             multiplies.
+        quantized_pausing_copies_in_flight: the same of quantised mixtures with one query, whose layers
+            are mostly exchanges.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
@@ -79,6 +81,7 @@ class Tuning:
     waiting_copies_in_flight: int = 2
     waiting_layer_bytes: int = 1024 * 1024
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
+    quantized_pausing_copies_in_flight: tuple[int, int] = (2, 2)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)

@@ -110,18 +110,23 @@ static void run(u32 lane) {
       for (u32 i = 0; i < kEach; ++i) logit[i] /= kFactor;
       choices.emplace_back(logit, lane);
     }
-    slots.note<L>(choices.back(), q, lane);
+    if constexpr (kMostQueries > 1) slots.note<L>(choices.back(), q, lane);
+    else slots.fill<L>(choices.back(), lane);
   }
   meet.arrive_and_wait();
-  for (u32 q = 0; q < kMostQueries; ++q) slots.number<L>(choices[q], q, kMostQueries, lane);
+  if constexpr (kMostQueries == 1 && kFactor == 0) slots.fill_shares<L>(choices[0], lane);
+  for (u32 q = 0; q < kMostQueries && kMostQueries > 1; ++q) slots.number<L>(choices[q], q, kMostQueries, lane);
   if constexpr (kFactor != 0)
     for (u32 q = 0; q < kMostQueries; ++q) {
       float logit[kEach] = {};
       for (u32 i = 0; i < kEach; ++i)
         if (32 * i + lane < L::kExperts) logit[i] = logits[q][32 * i + lane];
       choices[q].weigh(logit, lane);
-      slots.number<L, true>(choices[q], q, kMostQueries, lane);
+      if constexpr (kMostQueries > 1) slots.number<L, true>(choices[q], q, kMostQueries, lane);
+      else slots.fill_shares<L>(choices[q], lane);
     }
+  for (u32 s = lane; s < slots.count && kMostQueries == 1; s += 32)
+    if (slots.slot_of(slots.expert[s]) != s) std::printf("slot %%u\n", s), std::exit(1);
 }
 
 int main() {
@@ -178,14 +183,14 @@ def run(
 
     `factor`: first logits over it choose, then shares follow; 0 for both at once.
     """
-    experts, chosen = router.num_experts, router.num_chosen
+    experts, chosen, queries = router.num_experts, router.num_chosen, len(logits)
     values = {
-        "queries": MAX_QUERIES, "experts": experts, "chosen": chosen,
+        "queries": queries, "experts": experts, "chosen": chosen,
         "sigmoid": str(router.scores == "sigmoid").lower(),
         "corrected": str(router.is_corrected).lower(),
         "normalises": str(router.normalises).lower(),
         "least_sum": float(router.least_sum), "scale": float(router.scale),
-        "slots": min(experts, MAX_QUERIES * chosen), "gates": "true", "factor": float(factor),
+        "slots": min(experts, queries * chosen), "gates": "true", "factor": float(factor),
     }  # fmt: skip
     text = {
         "ptx/mma.cuh": WARP,
@@ -240,6 +245,22 @@ def test_logits_choose_up_to_a_factor(name: str, tmp_path: Path) -> None:
         assert int(bits) == sum(1 << query for query in queries)
         for query in queries:
             assert shares[query] == pytest.approx(wanted.shares[query][int(expert)], rel=2e-6)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.25])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_slots_of_one_query_are_those_among_several(
+    name: str, factor: float, tmp_path: Path
+) -> None:
+    """A build for one query fills them by a way of its own."""
+    router, generator = ROUTERS[name], torch.Generator().manual_seed(8)
+    if router.is_corrected and factor:
+        pytest.skip("corrected scores are not in the order of logits")
+    correction = torch.zeros(router.num_experts)
+    logits = torch.randn(1, router.num_experts, generator=generator)
+    several = run(router, logits.repeat(2, 1), correction, tmp_path, factor)
+    alone = run(router, logits, correction, tmp_path, factor)
+    assert alone == [[expert, 1, share] for expert, _, share, _ in several]
 
 
 def test_what_is_no_number_comes_last_and_chooses_experts_that_there_are(tmp_path: Path) -> None:

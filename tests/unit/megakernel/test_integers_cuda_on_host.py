@@ -9,6 +9,8 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product as product_of
 from pathlib import Path
 
 import pytest
@@ -35,8 +37,8 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 # What the kernel's code includes as it is.
 REAL = (
-    "activations", "digits", "formats", "integers", "multiply", "one_query", "scaled", "sums",
-    "super_blocks",
+    "activations", "digits", "formats", "integers", "multiply", "one_query", "padding", "scaled",
+    "sums", "super_blocks",
 )  # fmt: skip
 
 SPEC = f"""
@@ -105,6 +107,15 @@ struct Ring {
   u32 before(u32 count) const { return slot - count; }
   void release(u32, u32, u32, u32 = 0) const {}
 };
+"""
+
+# Nothing is copied here.
+STAGE = r"""
+#pragma once
+#include "ptx/memory.cuh"
+constexpr u32 kStagingLanes = 1;
+inline void mbarrier_expect(u32, u32) { std::abort(); }
+inline void copy_expected(u32, const u8*, u32, u32, u64) { std::abort(); }
 """
 
 MAIN = r"""
@@ -176,6 +187,7 @@ def library(
         "ptx/e4m3.cuh": "uint2 fp16_of_e4m3(u32);",
         "ptx/e4m3_bits.cuh": "uint2 small_fp16_of_e4m3(u32);",
         "sync/wait.cuh": "#pragma once\n" + wait[wait.index("// Data from other blocks") :],
+        "ptx/stage.cuh": STAGE,
         "tile/ring.cuh": RING,
         "main.cpp": MAIN.replace("struct Context", model + "struct Context", 1),
         **{f"tile/{n}.cuh": (CUDA / f"tile/{n}.cuh").read_text(encoding="utf-8") for n in REAL},
@@ -252,3 +264,50 @@ def test_the_interpreter_has_the_bits_of_the_kernel(
         first, *others = out.unbind()
         seen = sum(others, first)
         assert torch.equal(seen[:, :num_queries], wanted[:, :num_queries])
+
+
+def left_out(matrix: Matrix) -> Tensor:
+    """Which bytes of a row of tiles are padding that is not copied: values of whole warps."""
+    values, tile = (2 * x for x in (
+        matrix.format.half_tile_values_bytes, matrix.format.half_tile_bytes,
+    ))  # fmt: skip
+    found = torch.zeros(matrix.steps, tile, dtype=torch.bool)
+    by_warp = found[:, :values].view(matrix.steps, -1, CONSUMER_WARPS, 512)
+    for step, warp in product_of(range(matrix.steps), range(CONSUMER_WARPS)):
+        first = step * STEP_COLUMNS + warp * 64
+        if matrix.pairs_steps:
+            first = step // 2 * 2 * STEP_COLUMNS + warp * 128
+        by_warp[step, :, warp] = first >= matrix.columns
+    return found.flatten()
+
+
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("int4", 768), ("int4-zeros", 768), ("int4-offsets", 200), ("int8", 768), ("int8-zeros", 64)],
+)
+def test_padding_that_is_not_copied_may_be_anything(
+    kind: str, columns: int, queries: int, tmp_path: Path
+) -> None:
+    """Whose activations are zeros."""
+    matrix = Matrix("any", 16, columns, RowOrder.NATURAL, 1, quantized_format(FORMATS[kind]))
+    assert matrix.may_skip_padding
+    op = Operation(replace(matrix, skips_padding=True), 1, gpu(9))
+    plan, parts = make_plan(SMALL, Dtype.BF16, gpu(9)), random_parts(16, columns, FORMATS[kind])
+    packed = pack(plan, op, parts)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(matrix.steps * STEP_COLUMNS, MAX_QUERIES, generator=draw).bfloat16().float()
+    x[columns:] = 0
+    weights = unpacked(packed.flatten(), op, 16, torch.bfloat16)
+    wanted = product(weights, matrix, x, torch.bfloat16, rounds=True)
+    flat = packed.flatten().contiguous()
+    padding = left_out(matrix)
+    assert padding.any() and len(padding) == len(flat)
+    flat[padding] = torch.randint(0, 256, (int(padding.sum()),), generator=draw).to(torch.uint8)
+    built = library(op, queries, op.depth_for(queries, 2), Dtype.BF16, True, tmp_path)
+    given = published(x, queries, torch.bfloat16)
+    out = torch.zeros(CONSUMER_WARPS, 16, MAX_QUERIES)
+    num_bytes = ctypes.c_uint64(flat.numel())
+    built.multiply_all(place(flat), num_bytes, place(given), queries, place(out))
+    first, *others = out.unbind()
+    assert torch.equal(sum(others, first)[:, :queries], wanted[:, :queries])

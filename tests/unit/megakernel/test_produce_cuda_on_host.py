@@ -23,7 +23,7 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 REAL = (
     "ops/produce.cuh", "ops/producer.cuh", "ops/guess.cuh", "ops/attention/split.cuh",
     "tile/guess.cuh", "tile/logits.cuh", "tile/slots.cuh", "tile/expert_choice.cuh",
-    "tile/kv_page.cuh", "ptx/types.cuh",
+    "tile/kv_page.cuh", "tile/padding.cuh", "ptx/types.cuh",
 )  # fmt: skip
 
 # What a warp of one lane makes of the functions of warps.
@@ -75,6 +75,8 @@ inline void stage(u32 shared, const u8* source, u32 bytes, u32 barrier, u64, u32
   copied[shared / 128] = Copy{source, bytes};
   pass(barrier);
 }
+inline void mbarrier_expect(u32, u32) { std::abort(); }
+inline void copy_expected(u32, const u8*, u32, u32, u64) { std::abort(); }
 inline u64 read_once_policy() { return 0; }
 inline u64 clock_cycles() { return 0; }
 inline void fetch_to_l2(const u8*, u32) { std::abort(); }
@@ -220,6 +222,7 @@ def program(
         "ptx/memory.cuh": MEMORY,
         "ptx/mma.cuh": '#pragma once\n#include "spec.cuh"\n',
         "tile/context.cuh": CONTEXT,
+        "ptx/stage.cuh": '#pragma once\n#include "tile/context.cuh"\n',
         "main.cpp": main,
     }
     for name, text in files.items():

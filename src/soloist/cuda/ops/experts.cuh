@@ -256,12 +256,13 @@ __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<
   }
 }
 
-// Tiles of gate_up of a round's only query: each warp adds up another one's sums, while the others go on.
+// Tiles of gate_up of a round's only query. Each warp adds up the sums of another one, while the others go on.
 template <class L, class M>
 struct GatedTiles {
   using GateUp = typename L::GateUp;
   static constexpr u32 kMost = (L::kChosen * GateUp::kUnits + M::kLaneBlocks - 1) / M::kLaneBlocks;
   static constexpr u32 kTogether = kMost < kConsumerWarps ? kMost : kConsumerWarps;
+  static_assert(kTogether == L::kTilesTogether, "shared memory of the plan");
   Reduction reduction;
   u32 place;
 
@@ -402,27 +403,26 @@ __device__ __forceinline__ void add_shared(Context<M>& cx, u32 layer, u32 units,
     }
 }
 
-// Slots of a round's only query whose activations are converted together, as those of one matrix: their lanes then all have some, and
-// what one waits for overlaps. As many as divide those of a layer and fit.
-template <class L>
-constexpr u32 slots_together() {
-  using Down = typename L::Down;
-  u32 most = 1;
-  // Digits of odd steps change places, see Conversion.
-  if (Down::kSteps % 2 == 0 || !kMakesDigits<Down>)
-    for (u32 n = 2; n <= L::kChosen; ++n)
-      if (L::kChosen % n == 0 && n * Down::kSteps <= kConvertedSteps) most = n;
-  return most;
-}
+// Slots of a round's only query whose activations are converted together, as those of one matrix are: then all lanes have some, and what
+// one waits for overlaps. So many that they divide those of a layer, and fit.
 template <class L>
 struct SlotsTogether : L::Down {
-  static constexpr u32 kSlots = slots_together<L>(), kSteps = kSlots * L::Down::kSteps;
+  using Down = typename L::Down;
+  static constexpr u32 most() {
+    u32 most = 1;
+    // Digits of odd steps change places, see Conversion.
+    if (Down::kSteps % 2 == 0 || !kMakesDigits<Down>)
+      for (u32 n = 2; n <= L::kChosen; ++n)
+        if (L::kChosen % n == 0 && n * Down::kSteps <= kConvertedSteps) most = n;
+    return most;
+  }
+  static constexpr u32 kSlots = most(), kSteps = kSlots * Down::kSteps;
 };
 
-// The slots of one query, for weights that are quantised. `ahead`: activations of the first ones, which were asked for.
+// Adds the sums of all slots, of weights that are quantised, to a row's totals. `ahead`: activations of the first ones, which were asked for.
 template <class L, class M>
-__device__ __forceinline__ void add_converted_slots(Context<M>& cx, u8* gated, u32 layer, u32 units, Ahead<SlotsTogether<L>>& ahead,
-                                                    Sums<typename L::Down>& totals) {
+__device__ __forceinline__ void add_slots(Context<M>& cx, u8* gated, u32 layer, u32 units, Ahead<SlotsTogether<L>>& ahead,
+                                          Sums<typename L::Down>& totals) {
   using Down = typename L::Down;
   using Together = SlotsTogether<L>;
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
@@ -455,9 +455,10 @@ template <class L, class M>
 __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   using Down = typename L::Down;
   static_assert(!Down::kPermuted && !kDealsTiles<Down>, "the plan refuses such formats of experts");
+  constexpr bool kConverting = kConverts<Down>, kTogether = kConverting && Down::kSteps <= kConvertedSteps;
   // All of a slot's activations come at once, and the next slot's while they are used: in their place, or in registers of their
   // own where another form is made of those that are used.
-  constexpr bool kConverting = kConverts<Down>, kAtOnce = kConverting ? Down::kSteps <= kConvertedSteps : Down::kSteps == Down::kDepth;
+  constexpr bool kAtOnce = !kConverting && Down::kSteps == Down::kDepth;
   constexpr bool kAhead = kAtOnce && kArithmetic<Down> == Arithmetic::kPlain, kApart = kAtOnce && !kAhead;
   cx.begin(Phase::kDown);
   const u32 units = Down::num_units(cx.block);
@@ -469,15 +470,17 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
   const u32 count = slots.count;
   Sums<Down> totals;
   totals.clear();
-  if constexpr (kConverting && kAtOnce) {
-    Ahead<SlotsTogether<L>> ahead;
-    ahead.load(GlobalOperand<SlotsTogether<L>>(gated, cx, L::vectors(layer)), 0);
-    if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
-    add_converted_slots<L>(cx, gated, layer, units, ahead, totals);
+  const auto finish = [&] {
     cx.mark();
     add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
     cx.mark();
-    return;
+  };
+  if constexpr (kTogether) {
+    Ahead<SlotsTogether<L>> ahead;
+    ahead.load(GlobalOperand<SlotsTogether<L>>(gated, cx, L::vectors(layer)), 0);
+    if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
+    add_slots<L>(cx, gated, layer, units, ahead, totals);
+    return finish();
   }
   Ahead<Down> ahead;
   if constexpr (L::kHasSharedMlp) {
@@ -506,20 +509,17 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       const auto following = slot_operand<L>(cx, gated, after, slots.queries[after], layer);
       Ahead<Down> next;
       ask_for_slot(next, following);
-      if constexpr (kConverting) __syncwarp();  // all lanes are done with what the last slot's became
       multiply_rows<false>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
       if (!has_come(next)) next.fill(following);
       ahead = next;
     } else {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
-      if constexpr (kConverting) __syncwarp();  // the same
+      if constexpr (kConverting) __syncwarp();  // all lanes are done with what the last slot's became
       multiply_owned<Down>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
         if (!L::kHasSharedMlp && slot == 0) cx.arrived();
       });
     }
     add_slot<Down>(totals, sums, slots, slot, cx.lane);
   }
-  cx.mark();
-  add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
-  cx.mark();
+  finish();
 }

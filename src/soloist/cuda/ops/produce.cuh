@@ -39,6 +39,22 @@ __device__ __forceinline__ Part expert_part(const Params& params, const ExpertSl
   });
   return part;
 }
+// Streams it.
+template <class M>
+__device__ __forceinline__ void stream_expert_part(Producer<M>& p, const ExpertSlots<M>& slots, u32 layer, u32 phase, u32 n) {
+  const Part part = expert_part<M>(p.params, slots, layer, phase, n);
+  bool streams = true;
+  if (phase > kGateUpPhase)
+    M::of_layer(layer, [&](auto kind) {
+      using L = decltype(kind);
+      if constexpr (L::kExperts > 0)
+        if constexpr (kLeavesOutPadding<typename L::Down>) {
+          p.template row_without_padding<typename L::Down>(part.source);
+          streams = false;
+        }
+    });
+  if (streams) p.weights(part);
+}
 // Phases that stream chosen experts. The first of them waits for the choice.
 template <class M>
 __device__ __forceinline__ bool is_of_experts(u32 layer, u32 phase) {
@@ -112,7 +128,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
           }
           const u32 count = num_expert_parts<M>(chosen, layer, phase);
 #pragma unroll 1
-          for (u32 n = 0; n < count; ++n) p.weights(expert_part<M>(params, chosen, layer, phase, n));
+          for (u32 n = 0; n < count; ++n) stream_expert_part(p, chosen, layer, phase, n);
           continue;
         }
       }

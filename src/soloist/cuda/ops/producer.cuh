@@ -2,6 +2,7 @@
 #pragma once
 #include "ops/attention/split.cuh"
 #include "tile/kv_page.cuh"
+#include "tile/padding.cuh"
 
 struct Slots {
   u32 base, full, empty;
@@ -85,7 +86,8 @@ struct Producer {
   }
 
   // `most`: copies of pages in flight, this one included; of weights the plan says. Called by the staging lanes.
-  template <bool kOfPage>
+  // `Row`: a matrix of whose row of tiles the padding stays out.
+  template <bool kOfPage, class Row = AllBytes>
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
@@ -96,7 +98,8 @@ struct Producer {
       const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
-    stage(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
+    if constexpr (Row::kSkipsPadding) stage_without_padding<Row>(slots.base + slot * M::kSlotBytes, source, slots.full + slot * 8, policy);
+    else stage(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
     if (++slot == M::kRingSlots) {
       slot = 0;
       parity ^= 1;
@@ -115,6 +118,13 @@ struct Producer {
 #pragma unroll 1
       for (u32 n = begin; n < end; ++n) copy<false>(part.source + n * slot_bytes, min(slot_bytes, bytes - n * slot_bytes));
     }
+    __syncwarp();
+  }
+
+  // A row of tiles that fits a slot, without padding.
+  template <class Op>
+  __device__ __forceinline__ void row_without_padding(const u8* source) {
+    if (lane < kStagingLanes) copy<false, Op>(source, 0);
     __syncwarp();
   }
 

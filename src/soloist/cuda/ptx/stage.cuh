@@ -16,12 +16,16 @@ __device__ __forceinline__ u64 read_once_policy() {
 #if __CUDA_ARCH__ >= 900
 inline constexpr u32 kStagingLanes = 1;
 
-__device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy, u32) {
-  mbarrier_expect(barrier, bytes);
+// A copy of bytes that the barrier expects.
+__device__ __forceinline__ void copy_expected(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy) {
   // To shared::cta: a copy to shared::cluster is a call of the system on sm_120.
   asm volatile(
       "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
       ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy, u32) {
+  mbarrier_expect(barrier, bytes);
+  copy_expected(shared, global, bytes, barrier, policy);
 }
 
 // A copy of it will find it there.
@@ -49,6 +53,7 @@ __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u
 }
 
 __device__ __forceinline__ void fetch_to_l2(const u8*, u32) {}  // no plan asks for it
+__device__ __forceinline__ void copy_expected(u32, const u8*, u32, u32, u64) {}  // nor for it
 
 // cp.async belongs to the same (generic) proxy as ordinary accesses, and .cg reads past the L1: barriers alone
 // order them, no fence exists or is needed.

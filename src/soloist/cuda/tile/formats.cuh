@@ -155,6 +155,8 @@ struct Int4 : Integers<kScale, kGroup, kHasZeros, 4> {
     }
   }
   __device__ __forceinline__ u32 loaded() const { return values.x; }
+  // Of columns of padding, whose activations are zeros.
+  __device__ __forceinline__ void clear() { values = make_uint4(0, 0, 0, 0); }
   // The operand of 32 columns of a tile.
   __device__ __forceinline__ uint4 operand(u32 part) const {
     const u32 first = part ? values.z : values.x, second = part ? values.w : values.y;
@@ -236,6 +238,7 @@ struct Int8 : Integers<kScale, kGroup, kHasZeros, 8> {
     }
   }
   __device__ __forceinline__ u32 loaded() const { return low.x; }
+  __device__ __forceinline__ void clear() { low = high = make_uint4(0, 0, 0, 0); }
   __device__ __forceinline__ uint4 operand(u32 part) const { return part ? high : low; }
   __device__ __forceinline__ uint4 half_operand(bool second_step, u32 part) const {
     const uint4& v = second_step ? high : low;
@@ -441,6 +444,7 @@ struct Fp8 {
     }
   }
   __device__ __forceinline__ u32 loaded() const { return low.x; }
+  __device__ __forceinline__ void clear() { low = high = make_uint4(0, 0, 0, 0); }
   // Two registers of an operand, whose values are 2^-kBits as large.
 #if __CUDA_ARCH__ >= 890
   static constexpr u32 kBits = 0;

@@ -3,6 +3,7 @@
 // The eight warps split K: of every step of 512 columns a warp takes 64. weights/packing.py puts the weights in the order in
 // which lanes take them. Every warp ends with partial sums of all rows.
 #pragma once
+#include "tile/padding.cuh"
 #include "tile/ring.cuh"
 #include "tile/sums.cuh"
 
@@ -159,6 +160,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   static_assert(kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
+  static_assert(!kLeavesOutPadding<Op> || (kHalves == 2 && Op::kSteps == Op::kDepth && Op::kSteps <= kSlotTiles), "a slot has all steps");
   static_assert(!Op::kPairsSteps || (kHalves % 2 == 0 && Op::kDepth % 2 == 0 && Op::kSteps % 2 == 0), "whole tiles of two steps");
   const typename Fragments::Place place(warp, lane);
   typename StepsOf<Op, kAgain, kHalves>::Type steps(operand, ahead, lane);
@@ -179,6 +181,8 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
       const u32 tile = slot + (i + j) % kSlotTiles * kTileBytes;
       if constexpr (kDealsTiles<Op>) steps.template load<Order>(w[j], i + j, tile, place);
       else w[j].load(tile, place, Order::is_full(i + j), Order::is_left_over(i + j));
+      if constexpr (kLeavesOutPadding<Op>)
+        if (warp >= warps_with_columns<Op>(Order::step(i + j))) w[j].clear();
       loaded |= w[j].loaded();
     }
     if constexpr (!kLate) ring.release(lane, taken, count, loaded);
