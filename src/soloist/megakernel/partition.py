@@ -94,7 +94,7 @@ class Matrix:
 
     @property
     def may_skip_padding(self) -> bool:
-        """Whether some warp has nothing but padding of a step, and the kernel can leave that out."""
+        """Whether some warp has only padding of a step, and the kernel can leave that out."""
         is_tile = self.units * self.unit_half_tiles == 2 * self.blocks
         fits = not self.format.is_plain and self.steps <= min(2, self.format.tiles)
         columns = WARP_COLUMNS * (2 if self.pairs_steps else 1)

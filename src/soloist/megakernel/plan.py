@@ -246,8 +246,9 @@ class Plan:
     def _pausing_copies(self) -> tuple[int, int]:
         """Copies in flight while a block that pauses waits for others, and while it multiplies."""
         tuning = self.gpu.architecture.tuning
-        if self.queries == 1 and self.has_experts and self._is_quantized:
-            return tuning.quantized_pausing_copies_in_flight
+        alone = self.queries == 1 and self.has_experts and self._is_quantized
+        if alone and self._streams_little:
+            return (tuning.few_copies_in_flight,) * 2
         return tuning.pausing_copies_in_flight
 
     @property

@@ -21,10 +21,9 @@ class Tuning:
         pausing_copies_in_flight: the same of mixtures, whose experts come after a wait, and of
             super-blocks, which wait for instructions: while a block waits for others, and while it
             multiplies.
-        quantized_pausing_copies_in_flight: the same of quantised mixtures with one query, whose layers
-            are mostly exchanges.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
-            for each other most of the time, and gain more by quick exchanges.
+            for each other most of the time, and gain more by quick exchanges. Of those that pause
+            only quantised mixtures with one query do.
         few_layer_bytes: see above.
         ranks_copies_in_flight: ranks wait for each other, too, and then hurry: copies while a third
             of the ring is free at most, while two thirds are, and beyond.
@@ -81,7 +80,6 @@ class Tuning:
     waiting_copies_in_flight: int = 2
     waiting_layer_bytes: int = 1024 * 1024
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
-    quantized_pausing_copies_in_flight: tuple[int, int] = (2, 2)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)

@@ -108,9 +108,12 @@ def test_all_but_the_padding_of_whole_warps_is_copied(
     (total,), *pieces, warps = copies(operation, tmp_path)
     copied = torch.zeros(len(matters), dtype=torch.int64)
     for to_place, from_place, count in pieces:
-        assert to_place == from_place and to_place % 16 == 0 and count % 16 == 0
+        assert to_place == from_place
+        assert to_place % 16 == 0
+        assert count % 16 == 0
         copied[to_place : to_place + count] += 1
-    assert copied.max() == 1 and copied.sum() == total
+    assert copied.max() == 1
+    assert copied.sum() == total
     assert not (matters & (copied == 0)).any(), "weights stay out"
     values = 2 * matrix.format.half_tile_values_bytes
     left_out = sum(CONSUMER_WARPS - own for own in warps) * values // CONSUMER_WARPS
