@@ -116,7 +116,7 @@ class Experts:
         return chosen * self.gate_up.units * self.gate_up.unit_bytes // self.blocks
 
     def block_bytes(self, block: int) -> int:
-        """What a block streams of the experts of one query."""
+        """What a block streams of the experts of one query, padding included."""
         slots = self.router.num_chosen
         tiles = self.first_tile(block + 1, slots) - self.first_tile(block, slots)
         return tiles * self.gate_up.unit_bytes + slots * self.down.block_bytes(block)

@@ -58,7 +58,8 @@ struct Shared {
 // before anyone reads the copy.
 
 // All consumer threads of the block.
-// Barriers of consumers beside that at which they meet. Who only says that it was there does not wait.
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+// Further barriers of all consumers, at which who arrives does not wait for the others.
 inline constexpr u32 kFirstBarrier = 2;
 __device__ __forceinline__ void arrive_at(u32 barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(kFirstBarrier + barrier), "n"(kConsumerThreads) : "memory");
@@ -66,7 +67,6 @@ __device__ __forceinline__ void arrive_at(u32 barrier) {
 __device__ __forceinline__ void wait_at(u32 barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + barrier), "n"(kConsumerThreads) : "memory");
 }
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
 // A rank's blocks serve its lanes, one lane after the other. An ordinary model has one.
 template <class M>

@@ -51,7 +51,7 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
     }
     if (!kSharesAlone && query == 0 && lane == 0) count = slot;
   }
-  // The choice of a round's only query. Shares follow by `share_alone`.
+  // The choice of a round's only query, and its shares.
   template <class L>
   __device__ __forceinline__ void fill(const ExpertChoice<L>& choice, u32 lane) {
     u32 slot = 0;
@@ -80,7 +80,7 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
       slot += __popc(word);
     }
   }
-  // Which slot an expert has that the first query chose, of one query.
+  // The slot of an expert that a round's only query chose.
   __device__ __forceinline__ u32 slot_of(u32 which) const {
     u32 slot = 0;
 #pragma unroll
