@@ -8,6 +8,7 @@ import torch
 from soloist.engine import Engine, EngineConfig
 from soloist.model.folder import shipped_folder
 from soloist.sampling import SamplingParams
+from timing import judged
 from unit.bench.toy_server import Toy, serving
 
 SHAPE = shipped_folder("etude-draft") / "config.json"
@@ -190,16 +191,23 @@ def test_requests_side_by_side_have_a_row_together(soloist):
 def test_of_requests_side_by_side_one_has_a_prediction(soloist):
     options = ("--device", "cpu", "--prompt-tokens", 30, "--new-tokens", 400, "--runs", 1)
     options += ("--sequences", 3, "--prediction", "--predicted")
-    done = soloist("bench", "decode", "etude-draft", *options, 1, "--json")
-    assert done.status == 0, done.err
-    plain, predicted = json.loads(done.out)
-    assert plain["output_ids_sha256"] == predicted["output_ids_sha256"]
-    assert plain["predicted"] == predicted["predicted"] == 1
-    # The mean of three, of which one has eight tokens a step.
-    assert 2 < predicted["tokens_per_round"] < 3.5
-    # By count it has as many: a step with drafts comes as seldom as it is long.
-    before, now = (row["beside_tokens_per_s"]["median"] for row in (plain, predicted))
-    assert now > 0.6 * before
+
+    def speeds():
+        done = soloist("bench", "decode", "etude-draft", *options, 1, "--json")
+        assert done.status == 0, done.err
+        plain, predicted = json.loads(done.out)
+        assert plain["output_ids_sha256"] == predicted["output_ids_sha256"]
+        assert plain["predicted"] == predicted["predicted"] == 1
+        # The mean of three, of which one has eight tokens a step.
+        assert 2 < predicted["tokens_per_round"] < 3.5
+        return [row["beside_tokens_per_s"]["median"] for row in (plain, predicted)]
+
+    def keeps_its_speed(found):
+        # By count it has as many: a step with drafts comes as seldom as it is long.
+        before, now = found
+        assert now > 0.6 * before
+
+    judged(speeds, keeps_its_speed, tries=3)
     done = soloist("bench", "decode", "etude-draft", *options, 4)
     assert done.status != 0
     assert "--predicted" in done.err
