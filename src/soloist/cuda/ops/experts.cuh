@@ -261,8 +261,7 @@ template <class L, class M>
 struct GatedTiles {
   using GateUp = typename L::GateUp;
   static constexpr u32 kMost = (L::kChosen * GateUp::kUnits + M::kLaneBlocks - 1) / M::kLaneBlocks;
-  static constexpr u32 kTogether = kMost < kConsumerWarps ? kMost : kConsumerWarps;
-  static_assert(kTogether == L::kTilesTogether, "shared memory of the plan");
+  static constexpr u32 kTogether = L::kTilesTogether;
   Reduction reduction;
   u32 place;
 
