@@ -73,7 +73,7 @@ def require_depth(op: Operation) -> None:
     for depth in depths(op):
         if depth < op.matrix.steps:
             assert depth % 2 == 0 or not op.matrix.shares_slots
-            whole = depth % CONVERTED_STEPS == 0 or CONVERTED_STEPS % depth == 0
+            whole = depth % CONVERTED_STEPS[0] == 0 or CONVERTED_STEPS[0] % depth == 0
             assert whole or not op.matrix.format.is_integer
 
 

@@ -16,6 +16,7 @@ from soloist.megakernel.limits import (
     STATIC_SHARED_BYTES,
 )
 from soloist.megakernel.program import products_of
+from soloist.megakernel.sampling_header import SAMPLE_SHARED_BYTES
 from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
 
@@ -243,6 +244,8 @@ class SharedMemory:
         routes_early: see LayerKind.
         guesses_experts: see LayerKind.
         tiles_together: of experts' gate_up, that are added up side by side; 0 where none are.
+        converted_steps: whose activations of one query have room in another form, for weights that
+            are quantised.
     """
 
     shape: ModelShape
@@ -257,6 +260,7 @@ class SharedMemory:
     routes_early: bool = False
     guesses_experts: bool = False
     tiles_together: int = 0
+    converted_steps: int = CONVERTED_STEPS[0]
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -276,16 +280,20 @@ class SharedMemory:
         more = max(0, min(left, wanted)) // ALIGNMENT * ALIGNMENT
         return self._with_reductions_in(self._least_reduce_bytes + more)
 
-    def _with_reductions_in(self, reduce_bytes: int) -> dict[str, Buffer]:
-        queries, head_dim = self.queries, self.shape.head_dim
-        rows = TILE_ROWS if queries == 1 else TILE_ROWS * self.attention.held_tiles
-        of_attention = {
-            "q_rows": (rows, head_dim, 2),
+    @property
+    def _of_attention(self) -> dict[str, tuple[int, ...]]:
+        """A block's queries, and the statistics of its softmax lanes."""
+        rows = TILE_ROWS if self.queries == 1 else TILE_ROWS * self.attention.held_tiles
+        return {
+            "q_rows": (rows, self.shape.head_dim, 2),
             "stats": (self.attention.softmax_lanes, rows, 2, 4),
         }
+
+    def _with_reductions_in(self, reduce_bytes: int) -> dict[str, Buffer]:
+        queries, head_dim, of_attention = self.queries, self.shape.head_dim, self._of_attention
         found = {
             "reduce": (reduce_bytes,),
-            **({"converted": (self.converted_bytes,)} if self.converts else of_attention),
+            **({"converted": (self._converting_bytes,)} if self.converts else of_attention),
             "new_kv": (queries, 2, head_dim, 2),
             "residual": (queries, self.hidden_rows, 4),
             "rope": (queries, head_dim // 2, 2, 4),
@@ -306,11 +314,17 @@ class SharedMemory:
         buffers = stack(sizes, value_bytes=1)
         if not self.converts:
             return buffers
-        # No block attends and converts at the same time: what others wait for, it has read.
-        start = buffers["converted"].offset
+        # No block attends and converts at the same time: what others wait for, it has read. Results
+        # of its softmax lanes go on behind the reductions, as far as that.
         shared = stack(of_attention, value_bytes=1)
-        assert end_of(shared) <= self.converted_bytes, "room for attention"
+        start = buffers["new_kv"].offset - end_of(shared)
+        assert start >= max(self._attended_bytes, buffers["converted"].offset), "room for attention"
         return buffers | {n: replace(b, offset=start + b.offset) for n, b in shared.items()}
+
+    @property
+    def _attended_bytes(self) -> int:
+        """What the softmax lanes of a query of one KV head make of its values."""
+        return self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
 
     @property
     def slot_bytes(self) -> int:
@@ -332,7 +346,13 @@ class SharedMemory:
         """Room for what one query's activations become, and a power of two for each step."""
         if not self.converts:
             return 0
-        return CONVERTED_STEPS * (STEP_COLUMNS * _CONVERTED_BYTES + CONSUMER_WARPS * _POWER_BYTES)
+        step_bytes = STEP_COLUMNS * _CONVERTED_BYTES + CONSUMER_WARPS * _POWER_BYTES
+        return self.converted_steps * step_bytes
+
+    @property
+    def _converting_bytes(self) -> int:
+        """The same, or what a block has of its queries while it attends."""
+        return max(self.converted_bytes, end_of(stack(self._of_attention, value_bytes=1)))
 
     @property
     def reduce_bytes(self) -> int:
@@ -346,12 +366,14 @@ class SharedMemory:
         One query needs room for the rows of the largest multiply, twice, so that a reduction may
         start while the last one is still read. What samples has its scratch there, too. Where
         activations are converted, reductions lie at either end in turn, each with room for its own
-        rows, and the scratch goes on into the room for activations.
+        rows; the scratch, and results of softmax lanes, go on into the room for activations.
         """
-        attended = self.attention.softmax_lanes * self.shape.group * self.shape.head_dim * 4
+        attended = self._attended_bytes
         if self.converts:
             reductions = max(self._reductions_bytes, self._with_tiles_together)
-            return max(reductions, attended, _REDUCE_BYTES - self.converted_bytes)
+            beside = attended + end_of(stack(self._of_attention, value_bytes=1))
+            most = max(beside, SAMPLE_SHARED_BYTES if self.samples else 0)
+            return max(reductions, most - self._converting_bytes)
         if self.queries > 1 or self.samples:
             return _REDUCE_BYTES
         most = max(map(_reduction_bytes, self.operations))

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ from soloist.kv.layout import page_constants
 from soloist.megakernel.abi import MAX_STOPS, enumeration, structs
 from soloist.megakernel.drafting import drafting_constants
 from soloist.megakernel.image import Image
-from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation
+from soloist.megakernel.layer_kind import LOADED_STEPS, LayerKind, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import (
@@ -119,7 +119,9 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             "// Generated from the plan; see header.py.",
             "#pragma once",
             '#include "ptx/types.cuh"',
-            *_constants(_of_kernel(first, build) | {"kTraceWords": words}),
+            *_constants(
+                _of_kernel(first, build) | _conversion(plans.values()) | {"kTraceWords": words}
+            ),
             *page_constants(),
             *tile_places(),
             sampling_constants(),
@@ -136,6 +138,13 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
 
 def _shared(plan: Plan) -> tuple[object, ...]:
     return (plan.grid_blocks, plan.ranks, plan.dtype, plan.gpu)
+
+
+def _conversion(plans: Collection[Plan]) -> dict[str, Value]:
+    """How activations of one query are converted for weights that are quantised."""
+    room = {plan.shared.converted_steps for plan in plans if plan.shared.converts}
+    assert len(room) <= 1, "models of one kernel"
+    return {"kLoadedSteps": LOADED_STEPS, "kConvertedSteps": max(room, default=LOADED_STEPS)}
 
 
 def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
@@ -172,7 +181,6 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kGateUpPhase": next(i for i, phase in enumerate(LAYER) if phase.name == OF_EXPERTS[0]),
         "kStepColumns": STEP_COLUMNS,
         "kHalfTileRows": HALF_TILE_ROWS,
-        "kConvertedSteps": CONVERTED_STEPS,
         "kHalfTileValues": HALF_TILE_VALUES,
         "kChunkPages": plan.attention.chunk_pages,
         "kPageCopies": tuning.page_copies_in_flight,
@@ -668,6 +676,7 @@ def _operation(op: Operation, offset: int, table: int, depth: int) -> str:
         "kEven": matrix.units % matrix.blocks == 0,
         "kUnitHalves": matrix.unit_half_tiles,
         "kDepth": depth,
+        "kStepsAtOnce": op.steps_at_once,
         "kHalfTileBytes": matrix.format.half_tile_bytes,
         "kHalfTileValueBytes": matrix.format.half_tile_values_bytes,
         "kSlotTiles": op.slot_tiles,

@@ -81,7 +81,19 @@ class Operation:
             return True
         if (self.matrix.shares_slots or self.matrix.pairs_steps) and depth % 2:
             return False
-        return self.matrix.format.is_plain or CONVERTED_STEPS % depth == 0
+        return self.matrix.format.is_plain or CONVERTED_STEPS[0] % depth == 0
+
+    @property
+    def steps_at_once(self) -> int:
+        """Whose activations are converted at once with one query, at most.
+
+        Where a block has one tile, or 4 bits of each weight, the last of a few steps are multiplied
+        before the next have come.
+        """
+        stored = self.matrix.format
+        if stored.value_bits != 8 or stored.is_permuted or self.group_tiles == 1:
+            return CONVERTED_STEPS[0]
+        return self.gpu.architecture.tuning.byte_steps_at_once
 
     @property
     def slot_tiles(self) -> int:
@@ -129,8 +141,10 @@ class Operation:
         return {*self._groups, fewer} - {0}
 
 
-# Steps whose activations are converted together, see cuda/tile/one_query.cuh.
-CONVERTED_STEPS = 16
+# Steps whose activations are asked for and converted at once, see cuda/tile/one_query.cuh, and for
+# how many of them there may be room.
+LOADED_STEPS = 4
+CONVERTED_STEPS = (16, 8, LOADED_STEPS)
 
 
 def _tiles_of(halves: int, steps: int) -> int:

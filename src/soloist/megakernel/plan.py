@@ -17,7 +17,7 @@ from soloist.megakernel.buffers import Exchanges, SharedMemory
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.image import Image
 from soloist.megakernel.lanes import shape_of_lanes
-from soloist.megakernel.layer_kind import LayerKind, Operation, Spread
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
 from soloist.megakernel.program import matrix_shape, place_of, products_of, tensor_of
@@ -154,13 +154,24 @@ class Plan:
 
     @cached_property
     def shared(self) -> SharedMemory:
-        """A block's shared memory."""
+        """A block's shared memory: the longest ring, then room for the most converted steps.
+
+        Steps that all have room are converted once for several groups of tiles, and experts' slots
+        together; elsewhere room for those that are multiplied next is enough.
+        """
         hidden_rows = max(kind.operations["down"].matrix.max_units for kind in self.image.kinds) * 8
-        return SharedMemory(
+        widest = SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
             self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
             self.guesses_experts, self._tiles_together,
         )  # fmt: skip
+        if not widest.converts or self.has_experts:
+            return widest
+        least = max(op.steps_at_once for op in self.operations if not op.matrix.format.is_plain)
+        steps = (n for n in CONVERTED_STEPS if n >= least)
+        return max(
+            (replace(widest, converted_steps=n) for n in steps), key=lambda own: own.ring_slots
+        )
 
     @property
     def _most_slots(self) -> int:

@@ -37,6 +37,9 @@ SEEN_IN_PROMPT = 1 << 31
 # have the launch end with the round that waits.
 MASK_END = 0xFFFFFFFF
 
+# Shared memory that choosing tokens takes, at most.
+SAMPLE_SHARED_BYTES = 14 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class ListSpan:
@@ -63,6 +66,7 @@ def sampling_words() -> str:
             *words,
             _constant("SEEN_IN_PROMPT", SEEN_IN_PROMPT),
             _constant("MASK_END", MASK_END),
+            _constant("SAMPLE_SHARED_BYTES", SAMPLE_SHARED_BYTES),
             "",
         ]
     )

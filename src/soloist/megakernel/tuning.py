@@ -45,6 +45,9 @@ class Tuning:
             KB of an SM's instruction cache.
         few_several_quantized_depth: the same of blocks that stream at most `few_layer_bytes` of a
             layer.
+        byte_steps_at_once: steps of weights in 8 bits whose activations of one query are converted
+            at once: few are multiplied sooner, before all blocks have finished theirs, and take
+            less shared memory.
         head_group_tiles: tiles of the head whose sums a warp keeps at once, at most.
         multiply_registers: of a consumer thread, for all but a multiply's sums.
         tile_registers: for the sums of one tile.
@@ -93,6 +96,7 @@ class Tuning:
     max_depth: int = 8
     several_quantized_depth: int = 2
     few_several_quantized_depth: int = 4
+    byte_steps_at_once: int = 4
     head_group_tiles: int = 8
     multiply_registers: int = 120
     tile_registers: int = 4

@@ -6,12 +6,14 @@ kernel's own; the ring is an array. The interpreter has to come to the same bits
 """
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product as product_of
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from plan.shapes import SMALL
 from soloist.megakernel.header import _operation
 from soloist.megakernel.interpreter.multiply import product
 from soloist.megakernel.interpreter.tiles import unpacked
-from soloist.megakernel.layer_kind import CONVERTED_STEPS, Operation
+from soloist.megakernel.layer_kind import CONVERTED_STEPS, LOADED_STEPS, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, MAX_QUERIES
 from soloist.megakernel.partition import Matrix, RowOrder
 from soloist.megakernel.plan import make_plan
@@ -45,7 +47,7 @@ SPEC = f"""
 #pragma once
 #include "ptx/types.cuh"
 constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kMostChains = 4;
-constexpr u32 kConvertedSteps = {CONVERTED_STEPS}, kStepColumns = {STEP_COLUMNS};
+constexpr u32 kLoadedSteps = {LOADED_STEPS}, kStepColumns = {STEP_COLUMNS};
 constexpr u32 kHalfTileRows = {HALF_TILE_ROWS}, kHalfTileValues = {HALF_TILE_VALUES};
 constexpr u32 kAblation = 0, kNoWaits = 1, kNoMultiply = 3;
 constexpr bool kSamples = false, kDrafts = false;
@@ -137,7 +139,13 @@ static void run_lane(u32 lane) {
   GlobalOperand<Any> operand(activations, Context{warp, lane, num_queries});
   constexpr u32 kGroups = (Any::kUnits + 2 * Any::kTiles - 1) / (2 * Any::kTiles);
   static_assert(kGroups == 1, "one group of tiles");
-  multiply_owned<Any>(ring, warp, lane, Any::kUnits, operand, sums, [] {});
+  Ahead<Any> ahead;
+  ahead.fill(operand);
+  if (kOfSecondGroup) {  // after another one, whose sums nobody looks at
+    multiply<Any::kUnits, true>(ring, warp, lane, operand, ahead, sums, [] {});
+    ring.slot = 0;
+  }
+  multiply<Any::kUnits, false>(ring, warp, lane, operand, ahead, sums, [] {});
   if constexpr (kDealsTiles<Any>) {
     for_each_dealt(sums, Any::kUnits, lane, [&](u32 row, float x) {
       out[(warp * rows + row) * kMaxQueries] = x;
@@ -160,22 +168,39 @@ extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 q
 """
 
 
+class Conversion(NamedTuple):
+    """Steps of one query that have room and that are converted at once; for a second group."""
+
+    room: int = CONVERTED_STEPS[0]
+    at_once: int = CONVERTED_STEPS[0]
+    of_second_group: bool = False
+
+
+ALL_AT_ONCE = Conversion()
+
+
 def library(
-    op: Operation, queries: int, depth: int, dtype: Dtype, moves: bool, folder: Path
-) -> ctypes.CDLL:
+    op: Operation, queries: int, depth: int, dtype: Dtype, moves: bool, folder: Path,
+    conversion: Conversion = ALL_AT_ONCE,
+) -> ctypes.CDLL:  # fmt: skip
     """The multiply of a matrix, in a build for so many queries with so many steps in a turn."""
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
-    bools = {"kBf16": dtype is Dtype.BF16, "kMovesRegisters": moves}
+    bools = {
+        "kBf16": dtype is Dtype.BF16, "kMovesRegisters": moves,
+        "kOfSecondGroup": conversion.of_second_group,
+    }  # fmt: skip
     spec = [SPEC, *(f"constexpr bool {name} = {str(x).lower()};" for name, x in bools.items())]
+    spec += [f"constexpr u32 kConvertedSteps = {conversion.room};"]
+    at_once = f"kStepsAtOnce = {conversion.at_once}"
     spec += [f"constexpr u32 kMostQueries = {queries}, kBatch = {2 if moves else 1};", *READERS]
     model = f"""
     struct Kernel {{
       static constexpr u32 kEarlySlots = {4 if moves else 0}, kQuantizedBatch = {2 if moves else 1};
       static constexpr u32 kRingSlots = 12, kSlotBytes = {op.slot_bytes};
     }};
-    {_operation(op, 0, 0, depth)}
+    {re.sub("kStepsAtOnce = [^;]+", at_once, _operation(op, 0, 0, depth))}
     """
     wait = (CUDA / "sync/wait.cuh").read_text(encoding="utf-8")
     files = {
@@ -240,6 +265,29 @@ CASES = [
 def test_the_interpreter_has_the_bits_of_the_kernel(
     kind: str, rows: int, columns: int, queries: int, fewer: int, moves: bool, tmp_path: Path
 ) -> None:
+    require_the_interpreters_bits(kind, rows, columns, queries, fewer, moves, tmp_path)
+
+
+@pytest.mark.parametrize("of_second_group", [False, True])
+@pytest.mark.parametrize(("room", "at_once"), [(16, 8), (16, 4), (8, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    # Turns of two and of eight steps; three steps of one turn; eight steps, of which all may stay.
+    [("int4", 16, 14336), ("int4", 112, 4096), ("int4", 40, 1536), ("int8", 32, 4096)],
+)
+def test_activations_of_a_few_steps_are_converted_at_once(
+    kind: str, rows: int, columns: int, room: int, at_once: int, of_second_group: bool,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Whether what is converted stays for another group of tiles or not."""
+    conversion = Conversion(room, at_once, of_second_group)
+    require_the_interpreters_bits(kind, rows, columns, 1, 0, True, tmp_path, conversion)
+
+
+def require_the_interpreters_bits(
+    kind: str, rows: int, columns: int, queries: int, fewer: int, moves: bool, folder: Path,
+    conversion: Conversion = ALL_AT_ONCE,
+) -> None:  # fmt: skip
     dtype = Dtype.FP16 if kind == "int4-wide" else Dtype.BF16
     half = torch.float16 if dtype is Dtype.FP16 else torch.bfloat16
     stored = FORMATS[kind]
@@ -253,7 +301,7 @@ def test_the_interpreter_has_the_bits_of_the_kernel(
     x = torch.randn(matrix.steps * STEP_COLUMNS, MAX_QUERIES, generator=draw)
     x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(half).float()
     wanted = product(unpacked(packed.flatten(), op, rows, half), matrix, x, half, rounds=True)
-    built = library(op, queries, op.depth_for(queries, fewer), dtype, moves, tmp_path)
+    built = library(op, queries, op.depth_for(queries, fewer), dtype, moves, folder, conversion)
     for num_queries in {1, queries, min(queries, 3)}:
         given = published(x, queries, half)
         out = torch.zeros(CONSUMER_WARPS, rows, MAX_QUERIES)

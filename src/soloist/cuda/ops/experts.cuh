@@ -415,7 +415,7 @@ struct SlotsTogether : L::Down {
         if (L::kChosen % n == 0 && n * Down::kSteps <= kConvertedSteps) most = n;
     return most;
   }
-  static constexpr u32 kSlots = most(), kSteps = kSlots * Down::kSteps;
+  static constexpr u32 kSlots = most(), kSteps = kSlots * Down::kSteps, kStepsAtOnce = kSteps;
 };
 
 // Adds the sums of all slots, of weights that are quantised, to a row's totals. `ahead`: activations of the first ones, which were asked for.
@@ -433,14 +433,14 @@ __device__ __forceinline__ void add_slots(Context<M>& cx, u8* gated, u32 layer, 
     const auto operand = operand_of(first);
     if (!ahead.is_there()) ahead.fill(operand);
     if (!L::kHasSharedMlp && first == 0) cx.arrived();
-    ahead.made = false;
+    ahead.made = 0;
     Conversion<Together, true>{operand, ahead, cx.lane}.start();
     if (first + Together::kSlots < L::kChosen) ahead.load(operand_of(first + Together::kSlots), 0);
     auto of_slot = GlobalOperand<Down>(gated, cx, L::vectors(layer));
 #pragma unroll 1
     for (u32 slot = first; slot < first + Together::kSlots; ++slot) {
       Ahead<Down> converted;
-      converted.made = true;
+      converted.made = Ahead<Down>::kChunks;
       Sums<Down> sums;
       multiply_rows<true>(cx.ring, cx.warp, cx.lane, units, of_slot, converted, sums);
       add_slot<Down>(totals, sums, slots, slot, cx.lane);

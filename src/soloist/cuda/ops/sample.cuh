@@ -140,7 +140,7 @@ struct SampleShared {
   u32 note;
   SampleResult results[kMaxQueries];
 };
-static_assert(sizeof(SampleShared) <= 16 * 1024, "the scratch that the kernel sets aside");
+static_assert(sizeof(SampleShared) <= kSampleSharedBytes, "what the plan sets aside");
 
 // A token joined the output of a history; by one thread of every block, or of its owner alone.
 __device__ __forceinline__ void record_token(u32* seen_row, u32 id, u32 row_begin, u32 row_end) {

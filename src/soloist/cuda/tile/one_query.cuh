@@ -1,18 +1,25 @@
 // The activations of one query on their way to weights that are quantised.
 //
-// A warp converts those of up to kConvertedSteps steps at once, which overlaps all that one of them waits for. Its lanes pass
-// them on through shared memory.
+// A warp converts those of a few steps at once, and multiplies them while others have not come yet. Its lanes pass them on through shared
+// memory, which has room for kConvertedSteps steps.
 #pragma once
 #include "tile/digits.cuh"
 
-// The activations of one query: those of the next kConvertedSteps steps, or fewer. A lane has 8 columns of every fourth step.
+static_assert(kLoadedSteps * 64 == 32 * 8, "a warp's lanes have 8 columns each of so many steps");
+
+constexpr u32 greatest_common(u32 a, u32 b) { return b ? greatest_common(b, a % b) : a; }
+
+// The activations of one query: those of the next steps, a chunk that is converted at once. A lane has 8 columns of every fourth step.
 template <class Op>
 struct Ahead<Op, true> {
-  static constexpr u32 kChunks = (Op::kSteps + kConvertedSteps - 1) / kConvertedSteps;
-  static constexpr u32 kChunkSteps = kChunks > 1 ? kConvertedSteps : Op::kSteps;
-  static constexpr u32 kLoads = (kChunkSteps + 3) / 4;
+  static constexpr u32 kChunkSteps = Op::kStepsAtOnce < Op::kSteps ? Op::kStepsAtOnce : Op::kSteps;
+  static constexpr u32 kChunks = (Op::kSteps + kChunkSteps - 1) / kChunkSteps;
+  static constexpr u32 kLoads = (kChunkSteps + kLoadedSteps - 1) / kLoadedSteps;
+  // There is room for all, so what is converted stays for further groups of tiles.
+  static constexpr bool kStays = kChunks * kLoads * kLoadedSteps <= kConvertedSteps;
+  static_assert(kLoads * kLoadedSteps <= kConvertedSteps && (kChunks == 1 || kChunkSteps % kLoadedSteps == 0), "whole loads that fit");
   uint4 b[kLoads];
-  bool made = false;  // of the only chunk: it is converted
+  u32 made = 0;  // chunks that are converted and stay
 
   template <bool kGathers = Op::kPermuted>
   __device__ __forceinline__ void load(const GlobalOperand<Op>& operand, u32 chunk) {
@@ -21,7 +28,7 @@ struct Ahead<Op, true> {
     } else {
 #pragma unroll
       for (u32 i = 0; i < kLoads; ++i) {
-        const u32 step = chunk * kConvertedSteps + i * 4 + threadIdx.x % 32 / 8;
+        const u32 step = chunk * kChunkSteps + i * kLoadedSteps + threadIdx.x % 32 / 8;
         b[i] = make_uint4(0, 0, 0, 0);
         if (step < Op::kSteps) b[i] = load_exchanged(operand.lane_base + step_column<Op>(step) * 2);
       }
@@ -30,7 +37,7 @@ struct Ahead<Op, true> {
   // The same for a permuted matrix; no loop, since the compiler does not unroll one as long as this.
   template <u32 kFirst = 0>
   __device__ __forceinline__ void gather(const GlobalOperand<Op>& operand, u32 chunk) {
-    const u32 step = chunk * kConvertedSteps + kFirst * 4 + threadIdx.x % 32 / 8;
+    const u32 step = chunk * kChunkSteps + kFirst * kLoadedSteps + threadIdx.x % 32 / 8;
     b[kFirst] = operand.gathered.load(min(step, Op::kSteps - 1) * kStepColumns);
     if (step >= Op::kSteps) b[kFirst] = make_uint4(0, 0, 0, 0);
     if constexpr (kFirst + 1 < kLoads) gather<kFirst + 1>(operand, chunk);
@@ -70,24 +77,30 @@ struct Converted {
 // Conversion of the steps of a multiply.
 template <class Op, bool kAgain>
 struct Conversion {
-  static constexpr u32 kLoads = Ahead<Op>::kLoads, kChunks = Ahead<Op>::kChunks;
-  static constexpr bool kDigits = kMakesDigits<Op>, kScales = kDigits || kBf16;
+  using Own = Ahead<Op>;
+  static constexpr u32 kLoads = Own::kLoads, kChunks = Own::kChunks, kChunkSteps = Own::kChunkSteps;
+  static constexpr bool kStays = Own::kStays, kDigits = kMakesDigits<Op>, kScales = kDigits || kBf16;
   const GlobalOperand<Op>& operand;
-  Ahead<Op>& ahead;
+  Own& ahead;
   u32 lane;
 
   // The first activations are there.
   __device__ __forceinline__ void start() {
-    if (kChunks > 1 || !ahead.made) make(0);
-    ahead.made = true;
+    if (!kStays || ahead.made == 0) make(0);
   }
   // Where those of step `d` of a turn that begins with `first` are; steps come in order.
   __device__ __forceinline__ u32 place(u32 d, u32 first) {
-    if (kChunks > 1 && d == 0 && first > 0 && first % kConvertedSteps == 0) {
-      ahead.await(operand, first / kConvertedSteps);
-      make(first / kConvertedSteps);
+    if constexpr (kChunks == 1) return first + d;
+    // With every so many of a turn's steps a chunk may begin.
+    constexpr bool kInOne = kChunkSteps % Op::kDepth == 0;
+    constexpr u32 kEvery = kInOne ? Op::kDepth : greatest_common(kChunkSteps, Op::kDepth);
+    const u32 step = first + d, chunk = step / kChunkSteps;
+    if (d % kEvery == 0 && step > 0 && step % kChunkSteps == 0 && (!kStays || ahead.made <= chunk)) {
+      ahead.await(operand, chunk);
+      make(chunk);
     }
-    return kChunks > 1 ? first % kConvertedSteps + d : first + d;
+    if constexpr (kStays) return step;
+    return kInOne ? first % kConvertedSteps + d : step % kConvertedSteps;
   }
   // Those of the lane, whose column of a multiply is one of the two digits.
   __device__ __forceinline__ u32 address(u32 place) const {
@@ -104,6 +117,11 @@ struct Conversion {
   }
 
  private:
+  // Where a chunk lies.
+  static __device__ __forceinline__ u32 kept(u32 chunk) {
+    if constexpr (kStays) return chunk * kChunkSteps;
+    return kChunkSteps == kConvertedSteps ? 0 : chunk * kChunkSteps % kConvertedSteps;
+  }
   // Of the activations at hand; then the next ones are asked for.
   __device__ __forceinline__ void make(u32 chunk) {
     u32 most[kLoads];
@@ -116,7 +134,7 @@ struct Conversion {
         for (u32 i = 0; i < kLoads; ++i) most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], lanes));
     }
     if (kChunks > 1 || kAgain) __syncwarp();  // all lanes are done with the last ones
-    const u32 step = lane / 8, at = operand.converted + step * 128;
+    const u32 step = kept(chunk) + lane / 8, at = operand.converted + step * 128;
 #pragma unroll
     for (u32 i = 0; i < kLoads; ++i) {
       if constexpr (kScales) {
@@ -136,7 +154,8 @@ struct Conversion {
       }
     }
     if constexpr (kChunks > 1)
-      if (kAgain || chunk + 1 < kChunks) ahead.load(operand, chunk + 1 < kChunks ? chunk + 1 : 0);
+      if (chunk + 1 < kChunks || (kAgain && !kStays)) ahead.load(operand, chunk + 1 < kChunks ? chunk + 1 : 0);
+    if constexpr (kStays) ahead.made = chunk + 1;
     __syncwarp();
   }
 };

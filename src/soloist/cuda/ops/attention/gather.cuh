@@ -9,7 +9,7 @@
 template <class M>
 inline constexpr u32 kQueryLanesBytes = M::kSoftmaxLanes * M::kGroup * M::kHeadDim * 4;
 template <class M>
-inline constexpr u32 kFitting = M::kReduceBytes / kQueryLanesBytes<M>;
+inline constexpr u32 kFitting = kMostQueries == 1 ? 1 : M::kReduceBytes / kQueryLanesBytes<M>;  // the plan has room for one
 template <class M>
 inline constexpr u32 kGatheredQueries = kFitting<M> < kMostQueries ? kFitting<M> : kMostQueries;
 // Rows swap groups of 8 values, so that lanes with different rows do not share banks.
