@@ -264,8 +264,8 @@ struct PairedSteps<Op, kAgain, true> {
 
   __device__ __forceinline__ void start() { conversion.start(); }
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
-    x[0] = conversion.take(d, first);
-    x[1] = conversion.take(d + 1, first);
+    conversion.take(x[0], d, first);
+    conversion.take(x[1], d + 1, first);
     if constexpr (Zero::kSums) {
       const i32 none[4] = {0, 0, 0, 0};
       const uint4 ones = Zero::operand();
@@ -318,7 +318,7 @@ struct IntegerSteps<Op, kAgain, true> {
   // Step `d` of those from `first` on, in order.
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     Step& s = steps[d % 2];
-    s.x = conversion.take(d, first);
+    conversion.take(s.x, d, first);
     if constexpr (Zero::kSums) {
       const uint4 a = Zero::operand();
 #pragma unroll

@@ -68,9 +68,10 @@ struct Ahead<Op, true> {
 };
 
 // What multiplies take of a step: integers in two digits, which are columns 0 and 1 of one multiply, or fp16, of which the second 32
-// are in column 1. A power of two takes their scaling back.
+// are in column 1. The other columns are zeros: a tensor core takes power for numbers that nobody asks for, too, and an H200 that reads at
+// its full bandwidth has none to spare. A power of two takes the scaling back.
 struct Converted {
-  uint4 b;
+  uint4 b = {0, 0, 0, 0};
   float power;
 };
 
@@ -110,10 +111,10 @@ struct Conversion {
   __device__ __forceinline__ float power(u32 place) const {
     return kScales ? __uint_as_float(load_shared1(operand.powers + place * 4)) : 1.0f;
   }
-  __device__ __forceinline__ Converted take(u32 d, u32 first) {
+  __device__ __forceinline__ void take(Converted& x, u32 d, u32 first) {
     const u32 at = place(d, first);
-    const uint4 b = load_shared(address(at));
-    return Converted{b, power(at)};
+    load_shared_if(lane / 4 < 2, x.b, address(at));
+    x.power = power(at);
   }
 
  private:

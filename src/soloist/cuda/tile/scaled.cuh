@@ -95,7 +95,7 @@ struct ScaledSteps<Op, kAgain, true> {
       : conversion{operand, ahead, lane} {}
   __device__ __forceinline__ void start() { conversion.start(); }
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
-    steps[d % 2] = conversion.take(d, first);
+    conversion.take(steps[d % 2], d, first);
     steps[d % 2].power *= 1u << Format::kBits;
   }
   __device__ __forceinline__ void release(u32, u32) {}
