@@ -226,7 +226,8 @@ def test_models_of_the_readme_have_a_slot_more_with_one_query() -> None:
         for kind in ("int4", "fp8"):
             plan = planned(name, kind, "sm_90a")
             slots = {plan.with_room_for(1, samples=s).shared.ring_slots for s in (False, True)}
-            assert slots == {12}, (name, kind)
+            longer = kind == "fp8" and name in {"llama-3.1-8b", "laneformer-2b-as-llama"}
+            assert slots == {13 if longer else 12}, (name, kind)
 
 
 @pytest.mark.parametrize(("name", "fewer"), [("qwen3-1.7b", 4), ("llama-3.1-8b", 2)])
