@@ -94,7 +94,7 @@ class _Alone:
     def load(self, variant: str, trace_round: int | None = None) -> None:
         """Take the kernel with these constants."""
         self._variant = variant
-        kernel.header = lambda plan, build: _with(plan, build, variant)
+        kernel.header = lambda plan, build: with_constants(plan, build, variant)
         self._decoder.load(Build(alone=True, trace_round=trace_round))
 
     def token_times(self, context: int, rounds: int) -> str:
@@ -127,8 +127,8 @@ class _Alone:
         return ", ".join(f"{name} {us:.2f}" for name, us in each.items())
 
 
-def _with(plan: Plan, build: Build, variant: str) -> str:
-    """The header with other values of some constants."""
+def with_constants(plan: Plan, build: Build, variant: str) -> str:
+    """The header with other values of some constants, NAME=VALUE[,…]. Raises SystemExit."""
     text = header(plan, build)
     for name, value in _settings(variant):
         text, found = re.subn(rf"(constexpr \w+ {name} =) [^;]+;", rf"\1 {value};", text)

@@ -24,17 +24,17 @@ def test_constants_of_a_variant_are_set(alone) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], 8)
     plain, seen = (
         header(plan, BUILD).splitlines(),
-        alone._with(plan, BUILD, "kCopies=5,kExchangeCopies=8"),
+        alone.with_constants(plan, BUILD, "kCopies=5,kExchangeCopies=8"),
     )
     changed = [line.strip() for line in seen.splitlines() if line not in plain]
     assert changed == [
         "constexpr unsigned kExchangeCopies = 8;",
         "static constexpr unsigned kCopies = 5;",
     ]
-    assert alone._with(plan, BUILD, "").splitlines() == plain
+    assert alone.with_constants(plan, BUILD, "").splitlines() == plain
 
 
 def test_what_is_no_constant_is_refused(alone) -> None:
     plan = make_plan(etude(), Dtype.BF16, TYPICAL["sm_90a"], 8)
     with pytest.raises(SystemExit, match="no constant of the kernel's header is called 'kCopy'"):
-        alone._with(plan, BUILD, "kCopy=2")
+        alone.with_constants(plan, BUILD, "kCopy=2")

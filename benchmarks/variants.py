@@ -1,0 +1,280 @@
+"""Time variants of the decode kernel in turn: `python benchmarks/variants.py SHAPE:int4`.
+
+Each `--variant` sets figures of `Tuning`, constants of the kernel's header, or `cuda=FOLDER`, a
+changed copy of `src/soloist/cuda`; commas part them. All variants of a subject are loaded at once,
+and launches of each are timed in turn: so they share a card and what it is like at the time.
+`--compile` needs no GPU: it says what each variant's code takes. Weights are random; tokens mean
+nothing, and none of this is a speed that may be quoted.
+"""
+
+import argparse
+import ast
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import torch
+
+from alone import with_constants
+from soloist.bench.caches import gpu_uuid
+from soloist.bench.clocks import watching
+from soloist.bench.subject import Shape, random_prompt, rounded_shape, shape_dtype, shape_name
+from soloist.engine.config import Precision
+from soloist.engine.support import find_support, support_of
+from soloist.errors import UserError
+from soloist.jit.cache import load_or_build
+from soloist.jit.source import Source
+from soloist.kv.layout import PAGE_POSITIONS
+from soloist.kv.pool import PagePool
+from soloist.megakernel import gpu, kernel
+from soloist.megakernel.choice import Choice
+from soloist.megakernel.decoder import Decoder
+from soloist.megakernel.gpu import TYPICAL
+from soloist.megakernel.header import BUILT_FOR, Build
+from soloist.megakernel.launch import Query
+from soloist.megakernel.tuning import Tuning
+from soloist.model.dtype import Dtype
+from soloist.model.families import read_config
+from soloist.model.quantized import Codes, Quantized
+from soloist.model.torch_types import TORCH_DTYPES
+from soloist.prefill.elementwise import rope_table
+from soloist.sampling.adjust import TokenCounts
+from soloist.sampling.params import SamplingParams
+from soloist.settings import read_settings
+from soloist.weights.choice import Rounding
+from soloist.weights.distribution import distribute
+from soloist.weights.loading import regrouped
+from soloist.weights.packed import pack_weights
+from soloist.weights.random import random_tensors
+
+_ARCH = "sm_90a"
+_FIRST_TOKEN = 1000
+_PROMPT_TOKENS = 128
+_BLOCKS = "fp8-block"
+_FIELDS = {field.name: getattr(Tuning(), field.name) for field in fields(Tuning)}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is changed.
+
+    Attributes:
+        name: as it was given.
+        tuning: figures of `Tuning`.
+        constants: of the kernel's header, as `with_constants` takes them.
+        cuda: the CUDA sources, if others.
+    """
+
+    name: str
+    tuning: dict[str, object]
+    constants: str = ""
+    cuda: Path | None = None
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """What is planned, built and launched meanwhile is the variant's."""
+        as_it_is = gpu.ARCHITECTURES[_ARCH]
+        tuned = replace(as_it_is, tuning=replace(as_it_is.tuning, **self.tuning))
+        source = Source if self.cuda is None else partial(Source, root=self.cuda)
+        with (
+            mock.patch.dict(gpu.ARCHITECTURES, {_ARCH: tuned}),
+            mock.patch.object(kernel, "Source", source),
+            mock.patch.object(
+                kernel, "header", lambda plan, build: with_constants(plan, build, self.constants)
+            ),
+        ):
+            yield
+
+
+def read_variant(given: str) -> Variant:
+    """NAME=VALUE[,NAME=VALUE…]; '' changes nothing.
+
+    Raises:
+        SystemExit: what is neither a figure nor a constant, or has no such value.
+    """
+    tuning: dict[str, object] = {}
+    constants, cuda = list[str](), None
+    for setting in filter(None, given.split(",")):
+        name, _, value = setting.partition("=")
+        if name == "cuda":
+            cuda = Path(value).resolve()
+            if not (cuda / "kernels" / "decode.cu").is_file():
+                raise SystemExit(f"--variant {setting}: a copy of src/soloist/cuda is expected")
+        elif name in _FIELDS:
+            tuning[name] = _read_figure(setting, _FIELDS[name], value)
+        elif name.startswith("k"):
+            constants.append(setting)
+        else:
+            allowed = ", ".join(["cuda", *_FIELDS])
+            raise SystemExit(f"--variant {setting}: allowed are a constant kNAME, {allowed}")
+    return Variant(given or "as it is", tuning, ",".join(constants), cuda)
+
+
+def _read_figure(setting: str, known: object, value: str) -> object:
+    try:
+        found = ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        found = value
+    if type(found) is not type(known) and None not in {found, known}:
+        raise SystemExit(f"--variant {setting}: a value like {known!r} is expected")
+    return found
+
+
+def read_subject(given: str, precision: Precision) -> tuple[str, Shape]:
+    """CONFIG[:WEIGHTS[:HEAD]], with its name for people.
+
+    Raises:
+        SystemExit: no such formats.
+        UserError: the file is no configuration, or has no such weights.
+    """
+    file, *formats = given.split(":")
+    known = {codes.value: codes for codes in (Codes.INT4, Codes.INT8, Codes.FP8)}
+    if len(formats) > 2 or any(f not in {"", _BLOCKS, *known} for f in formats):
+        allowed = ", ".join([_BLOCKS, *known])
+        raise SystemExit(f"{given}: CONFIG[:WEIGHTS[:HEAD]] is expected, with one of {allowed}")
+    layers, head, *_ = [*formats, "", ""]
+    rounding = Rounding(known.get(layers.removesuffix("-block")), known.get(head))
+    shape = rounded_shape(read_config(Path(file)), shape_dtype(precision), rounding)
+    if layers == _BLOCKS:
+        blocks = Quantized(Codes.FP8, 128, Dtype.BF16, scale_rows=128)
+        of_layers = [spec.name for spec in shape.specs if spec.is_layer_matrix]
+        shape = replace(shape, stored=shape.stored | dict.fromkeys(of_layers, blocks))
+    return ":".join([shape_name(Path(file)), *formats]), shape
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if every subject ran."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("subjects", nargs="+", metavar="CONFIG[:WEIGHTS[:HEAD]]")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=VALUE[,…]")
+    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
+    parser.add_argument("--columns", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, default=128, help="first position")
+    parser.add_argument("--rounds", type=int, default=256, help="of a launch")
+    parser.add_argument("--turns", type=int, default=5, help="of each variant")
+    parser.add_argument("--launches", type=int, default=4, help="of a turn; power takes a second")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--compile", type=Path, metavar="FOLDER", help="only compile, into this kernel cache"
+    )
+    asked = parser.parse_args(given)
+    variants = [read_variant(one) for one in ["", *asked.variant]]
+    for subject in asked.subjects:
+        try:
+            name, shape = read_subject(subject, asked.precision)
+        except UserError as error:
+            raise SystemExit(f"{subject}: {error}") from error
+        if asked.compile:
+            _compile(name, shape, variants, asked)
+        else:
+            _time(name, shape, variants, asked)
+    return 0
+
+
+# --- code --------------------------------------------------------------------
+
+
+def _compile(
+    name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace
+) -> None:
+    """What the code of each build takes; two at a time, since a compiler has gigabytes."""
+    samples = asked.temperature > 0
+    queries = [next(n for n in BUILT_FOR if n >= columns) for columns in asked.columns]
+    jobs = [(variant, n) for variant in variants for n in dict.fromkeys(queries)]
+    sources = []
+    for variant, n in jobs:
+        with variant.in_force():
+            plan = support_of(
+                TYPICAL[_ARCH], shape.config, shape.dtype, stored=shape.stored, kv=shape.kv
+            ).plan
+            if plan is None:
+                raise SystemExit(f"{name}: the kernel does not run it")
+            text = kernel.header(plan, Build(queries=n, samples=samples))
+            sources.append(kernel.Source("kernels/decode.cu", text))
+    with ThreadPoolExecutor(2) as pool:
+        built = pool.map(lambda source: load_or_build(source, _ARCH, asked.compile), sources)
+        for (variant, n), cubin in zip(jobs, built, strict=True):
+            entry = cubin.report.entries["decode"]
+            took = f"{entry.registers} registers, {entry.spill_store_bytes} bytes spilled"
+            size = f"{len(cubin.data) / 1024:.0f} KB of cubin"
+            print(f"{name}, up to {n} columns, {variant.name}: {took}, {size}", flush=True)
+
+
+# --- time --------------------------------------------------------------------
+
+
+def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    positions = asked.context + max(asked.columns) + asked.rounds
+    decoders = []
+    for variant in variants:
+        with variant.in_force():
+            decoders.append(_decoder(shape, positions, device))
+    for columns in asked.columns:
+        seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        power: dict[str, list[str]] = {variant.name: [] for variant in variants}
+        for turn in range(asked.turns + 1):
+            for variant, decoder in zip(variants, decoders, strict=True):
+                with variant.in_force(), watching(gpu_uuid(device)) as watch:
+                    times = [_round_us(decoder, columns, asked) for _ in range(asked.launches)]
+                if turn:  # the first one warms up
+                    seen[variant.name] += times
+                    if (clocks := watch.clocks) is not None:
+                        told = f"{clocks.power_w.median:.0f} W at {clocks.sm_mhz.median:.0f} MHz"
+                        power[variant.name].append(told)
+        print(f"{name}, {columns} columns, us a round; the last turn's power", flush=True)
+        first = median(seen[variants[0].name])
+        for variant, times in seen.items():
+            told = (power[variant] or ["unknown"])[-1]
+            spread = f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
+            print(
+                f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {variant}", flush=True
+            )
+
+
+def _decoder(shape: Shape, positions: int, device: torch.device) -> Decoder:
+    """The kernel alone, without what reads prompts; keys and values are random."""
+    plan = find_support(shape.config, shape.dtype, device, stored=shape.stored, kv=shape.kv).plan
+    if plan is None:
+        raise SystemExit("the kernel does not run it")
+    kept = {name: shape.stored[name] for name in plan.formats}
+    drawn = random_tensors(shape.specs, shape.dtype, device, stored=kept)
+    parts = regrouped(drawn, shape.specs, kept, plan.formats)
+    (weights,) = distribute(parts, shape.config, [device], stays_on_host=False, plan=plan)
+    pages = -(-positions // PAGE_POSITIONS)
+    pool = PagePool(
+        plan.share.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, pages,
+        TORCH_DTYPES[plan.dtype], device, plan.kv,
+    )  # fmt: skip
+    pool.fill()
+    rope = rope_table(plan.share.rope, plan.shape.head_dim, pages * PAGE_POSITIONS, device)
+    decoder = Decoder(
+        plan, pack_weights(plan, weights, device), rope, pool.tensor, max_sequences=1,
+        cache=read_settings().cache,
+    )  # fmt: skip
+    decoder.page_tables.copy_(torch.arange(pages, dtype=torch.int32))
+    return decoder
+
+
+def _round_us(decoder: Decoder, columns: int, asked: argparse.Namespace) -> float:
+    """Mean of one launch, as the host sees tokens come."""
+    choice, config = None, decoder.plan.model
+    if asked.temperature:
+        params = SamplingParams(temperature=asked.temperature, seed=1)
+        counts = TokenCounts(config.vocab_size, random_prompt(config, _PROMPT_TOKENS))
+        choice = Choice(params, counts)
+    queries = [Query(0, asked.context + c, [_FIRST_TOKEN], choice=choice) for c in range(columns)]
+    decoder.start(queries, asked.rounds)
+    times = [time.perf_counter() for _ in decoder.tokens()]
+    return (times[-1] - times[0]) / (asked.rounds - 1) * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())
