@@ -27,9 +27,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if (folder := config.getoption("--kernels")) is not None:
         share_kernels(folder.resolve())
     if find_spec("hypothesis"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("soloist", deadline=None)
+        settings.register_profile(
+            "soloist", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         settings.load_profile("soloist")
 
 
