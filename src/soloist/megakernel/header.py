@@ -235,6 +235,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kRotationLayers": attention.rotation_layers,
         "kEarlySlots": plan.early_slots,
         "kQuantizedBatch": plan.quantized_batch_slots,
+        "kReleasesLate": plan.releases_late(build.queries),
         "kRowTiles": attention.row_tiles // attention.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": attention.softmax_lanes,

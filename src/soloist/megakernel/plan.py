@@ -300,6 +300,14 @@ class Plan:
         few = self.ranks == 1 and self._streams_little
         return slots if few and self.shared.ring_slots >= 2 * slots else 1
 
+    def releases_late(self, queries: int) -> bool:
+        """Whether slots of quantised weights are given back after the multiply behind their loads.
+
+        In a build for so many queries.
+        """
+        tuning = self.gpu.architecture.tuning
+        return tuning.releases_late if queries == 1 else tuning.several_release_late
+
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""
         tuning = self.gpu.architecture.tuning

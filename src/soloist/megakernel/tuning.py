@@ -57,6 +57,10 @@ class Tuning:
         batch_slots: slots that a consumer warp takes before it gives one back.
         few_quantized_batch_slots: slots of quantised weights that it takes together with one query,
             of blocks that stream at most `few_layer_bytes` of a layer, on one GPU.
+        releases_late: with one query, slots of quantised weights are given back after the multiply
+            that follows their loads: a warp waits for no load before it needs it, and the ring has
+            the slot later. Compiled, but not measured yet.
+        several_release_late: the same with several queries.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -104,6 +108,8 @@ class Tuning:
     max_chains: int = 4
     batch_slots: int = 2
     few_quantized_batch_slots: int = 2
+    releases_late: bool = False
+    several_release_late: bool = False
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128

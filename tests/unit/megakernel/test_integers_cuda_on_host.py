@@ -104,10 +104,17 @@ RING = r"""
 #include "sync/wait.cuh"
 template <class M>
 struct Ring {
-  u32 slot = 0;
-  u32 take() { return M::kSlotBytes * slot++; }
-  u32 before(u32 count) const { return slot - count; }
-  void release(u32, u32, u32, u32 = 0) const {}
+  u32 slot = 0, num_free = 0;
+  u32 take() {
+    if (slot - num_free >= M::kRingSlots) std::abort();  // the producer would wait for ever
+    return M::kSlotBytes * slot++;
+  }
+  // Each slot is given back once, in order, and none before it was taken.
+  void release(u32, u32 first, u32 count, u32 = 0) {
+    if (count && first != num_free) std::abort();
+    num_free += count;
+    if (num_free > slot) std::abort();
+  }
 };
 """
 
@@ -143,9 +150,10 @@ static void run_lane(u32 lane) {
   ahead.fill(operand);
   if (kOfSecondGroup) {  // after another one, whose sums nobody looks at
     multiply<Any::kUnits, true>(ring, warp, lane, operand, ahead, sums, [] {});
-    ring.slot = 0;
+    ring.slot = ring.num_free = 0;
   }
   multiply<Any::kUnits, false>(ring, warp, lane, operand, ahead, sums, [] {});
+  if (ring.num_free != ring.slot) std::abort();
   if constexpr (kDealsTiles<Any>) {
     for_each_dealt(sums, Any::kUnits, lane, [&](u32 row, float x) {
       out[(warp * rows + row) * kMaxQueries] = x;
@@ -181,7 +189,7 @@ ALL_AT_ONCE = Conversion()
 
 def library(
     op: Operation, queries: int, depth: int, dtype: Dtype, moves: bool, folder: Path,
-    conversion: Conversion = ALL_AT_ONCE,
+    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False,
 ) -> ctypes.CDLL:  # fmt: skip
     """The multiply of a matrix, in a build for so many queries with so many steps in a turn."""
     compiler = shutil.which("g++")
@@ -199,6 +207,7 @@ def library(
     struct Kernel {{
       static constexpr u32 kEarlySlots = {4 if moves else 0}, kQuantizedBatch = {2 if moves else 1};
       static constexpr u32 kRingSlots = 12, kSlotBytes = {op.slot_bytes};
+      static constexpr bool kReleasesLate = {str(releases_late).lower()};
     }};
     {re.sub("kStepsAtOnce = [^;]+", at_once, _operation(op, 0, 0, depth))}
     """
@@ -284,9 +293,26 @@ def test_activations_of_a_few_steps_are_converted_at_once(
     require_the_interpreters_bits(kind, rows, columns, 1, 0, True, tmp_path, conversion)
 
 
+@pytest.mark.parametrize(
+    ("queries", "of_second_group"), [(1, False), (1, True), (MAX_QUERIES, False)]
+)
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    # Many turns; many tiles; a turn of fewer steps at the end; several steps that are one turn.
+    [("int4", 32, 14336), ("int4", 112, 4096), ("int4", 16, 7680), ("int8", 40, 1536)],
+)
+def test_slots_are_given_back_after_the_multiply(
+    kind: str, rows: int, columns: int, queries: int, of_second_group: bool, tmp_path: Path
+) -> None:
+    conversion = Conversion(of_second_group=of_second_group)
+    require_the_interpreters_bits(
+        kind, rows, columns, queries, 2, True, tmp_path, conversion, releases_late=True
+    )
+
+
 def require_the_interpreters_bits(
     kind: str, rows: int, columns: int, queries: int, fewer: int, moves: bool, folder: Path,
-    conversion: Conversion = ALL_AT_ONCE,
+    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False,
 ) -> None:  # fmt: skip
     dtype = Dtype.FP16 if kind == "int4-wide" else Dtype.BF16
     half = torch.float16 if dtype is Dtype.FP16 else torch.bfloat16
@@ -301,7 +327,8 @@ def require_the_interpreters_bits(
     x = torch.randn(matrix.steps * STEP_COLUMNS, MAX_QUERIES, generator=draw)
     x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(half).float()
     wanted = product(unpacked(packed.flatten(), op, rows, half), matrix, x, half, rounds=True)
-    built = library(op, queries, op.depth_for(queries, fewer), dtype, moves, folder, conversion)
+    depth = op.depth_for(queries, fewer)
+    built = library(op, queries, depth, dtype, moves, folder, conversion, releases_late)
     for num_queries in {1, queries, min(queries, 3)}:
         given = published(x, queries, half)
         out = torch.zeros(CONSUMER_WARPS, rows, MAX_QUERIES)

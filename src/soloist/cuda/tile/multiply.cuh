@@ -133,6 +133,18 @@ struct Count {
   static constexpr u32 kValue = kCount;
 };
 
+// Slots whose weights are on their way to registers.
+struct Taken {
+  u32 first, count, loaded;
+
+  // The next ones.
+  __device__ __forceinline__ void add(Taken next) {
+    if (!count) first = next.first;
+    count += next.count;
+    loaded |= next.loaded;
+  }
+};
+
 // Weights that are worked on before they are multiplied, several tiles to a slot. With one query the next slot's come meanwhile.
 template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
 __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
@@ -146,18 +158,19 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   constexpr u32 kLeast = kBatch < 2 && Op::kPairsSteps ? 2 : kBatch;
   constexpr u32 kTogether = kLeast > kSlotTiles * kSlots ? kLeast : kSlotTiles * kSlots;
   // Registers are shared with sums, scales and digits.
-  constexpr u32 kFewSlots = Op::kTiles > 4 ? 0 : kMostQueries > 1 ? 1 : 3;
+  constexpr u32 kFewSlots = Op::kTiles > 4 || (kMostQueries > 1 && M::kReleasesLate) ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // What becomes of FP8 in registers leaves no room for the next weights where threads have few.
   constexpr bool kPipelined = kMostQueries == 1 && (kMovesRegisters || kArithmetic<Op> != Arithmetic::kScaled);
-  // Several queries that are gathered leave no register to wait for loads with: slots are free after the multiply.
-  constexpr bool kLate = kMostQueries > 1 && Op::kPermuted && kEarly == 0;
+  // Slots are free after the multiply that follows their loads, so that no warp waits for a load before it needs it. Several
+  // queries that are gathered leave no register to wait with.
+  constexpr bool kLate = (kMostQueries > 1 && Op::kPermuted && kEarly == 0) || (M::kReleasesLate && (kMostQueries == 1 || Op::kTiles <= 4));
   // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
   constexpr u32 kLast = (kTiles - 1) / kTogether * kTogether;
   constexpr bool kMoves = kLast == 0 || (kEarly == 0 && kLast / kTogether % 2 == 0);
-  static_assert(kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
+  static_assert((kLate && kPipelined ? 2 : 1) * kTogether / kSlotTiles <= M::kRingSlots, "a warp takes that many before it releases one");
   static_assert(kTiles % kSlotTiles == 0 || Op::kDepth == Op::kSteps, "a turn begins with a slot");
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   static_assert(!kLeavesOutPadding<Op> || (kHalves == 2 && Op::kSteps == Op::kDepth && Op::kSteps <= kSlotTiles), "a slot has all steps");
@@ -170,7 +183,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
     return is_early(i) ? early[i + j] : later[kPipelined ? i / kTogether % 2 : 0][j];
   };
   // Tiles from `i` on of a turn of so many steps come to registers; the slots are free then, if not later.
-  const auto take = [&](Fragments* w, u32 i, u32 most, auto steps_of_turn) {
+  const auto take = [&](Fragments* w, u32 i, u32 most, auto steps_of_turn, auto is_late) -> Taken {
     using Order = TileOrder<kHalves, decltype(steps_of_turn)::kValue>;
     [[maybe_unused]] const u32 taken = ring.slot;
     u32 slot = 0, count = 0, loaded = 0;
@@ -185,23 +198,32 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
         if (warp >= warps_with_columns<Op>(Order::step(i + j))) w[j].clear();
       loaded |= w[j].loaded();
     }
-    if constexpr (!kLate) ring.release(lane, taken, count, loaded);
+    if constexpr (decltype(is_late)::kValue) return {taken, count, loaded};
+    ring.release(lane, taken, count, loaded);
+    return {0, 0, 0};
   };
-  // `is_first`: its first batch is in registers, or all that are early. `again`: a whole turn follows.
-  const auto turn = [&](u32 first, bool is_taken, bool again, auto steps_of_turn) {
+  // The latest slots, after a multiply. Gathered activations leave it no time: it has waited for all loads.
+  const auto give_back = [&](Taken slots) {
+    if constexpr (!kLate) return;
+    else if constexpr (M::kReleasesLate) ring.release(lane, slots.first, slots.count, slots.loaded);
+    else ring.release(lane, ring.before(slots.count), slots.count);
+  };
+  // `is_taken`: its first batch is in registers, or all that are early; of its slots `taken` are not given back. `again`: a whole turn
+  // follows.
+  const auto turn = [&](u32 first, bool is_taken, bool again, auto steps_of_turn, Taken taken) {
     using Order = TileOrder<kHalves, decltype(steps_of_turn)::kValue>;
     const auto exists = [](u32 d, u32) { return d < decltype(steps_of_turn)::kValue; };
     const bool has_early = first == 0;
-    if (!is_taken) take(&fragments(0, 0), 0, kTogether, steps_of_turn);
+    if (!is_taken) taken.add(take(&fragments(0, 0), 0, kTogether, steps_of_turn, Count<kLate>()));
 #pragma unroll
     for (u32 i = 0; i < Order::kCount; i += kTogether) {
       const u32 next = i + kTogether;
       if (kPipelined && next < Order::kCount) {
-        if (!is_early(next) || !has_early) take(&fragments(next, 0), next, kTogether, steps_of_turn);
+        if (!is_early(next) || !has_early) taken.add(take(&fragments(next, 0), next, kTogether, steps_of_turn, Count<kLate>()));
       } else if (kPipelined && again) {
-        take(kMoves ? later[1] : &fragments(0, 0), 0, kTogether, Count<Op::kDepth>());
+        taken.add(take(kMoves ? later[1] : &fragments(0, 0), 0, kTogether, Count<Op::kDepth>(), Count<kLate>()));
       } else if (!kPipelined && i > 0 && (!is_early(i) || !has_early)) {
-        take(&fragments(i, 0), i, kTogether, steps_of_turn);
+        taken.add(take(&fragments(i, 0), i, kTogether, steps_of_turn, Count<kLate>()));
       }
 #pragma unroll
       for (u32 j = 0; j < kTogether; ++j) {
@@ -209,23 +231,25 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
         if constexpr (!Op::kPairsSteps) multiply_tile<Order>(steps, sums, i + j, first, fragments(i, j), exists);
         else if (j % 2) multiply_pair<kHalves / 2>(steps, sums, i + j - 1, first, fragments(i, j - 1), fragments(i, j));
       }
-      if constexpr (kLate) {
-        const u32 tiles = i + kTogether < Order::kCount ? kTogether : Order::kCount - i, count = (tiles + kSlotTiles - 1) / kSlotTiles;
-        ring.release(lane, ring.before(count), count);
-      }
+      give_back(taken);
+      taken = {0, 0, 0};
     }
     if (kPipelined && again && kMoves)
 #pragma unroll
       for (u32 j = 0; j < kTogether; ++j) fragments(0, j) = later[1][j];
   };
-  if (kEarly) take(early, 0, kEarly, Count<Op::kDepth>());
-  else if (kPipelined) take(later[0], 0, kTogether, Count<Op::kDepth>());
+  // Where activations are waited for the ring has to have its slots meanwhile; groups that follow others need not wait.
+  Taken begun{0, 0, 0};
+  if (kEarly) take(early, 0, kEarly, Count<Op::kDepth>(), Count<0>());
+  else if (kPipelined) begun = take(later[0], 0, kTogether, Count<Op::kDepth>(), Count<kLate && kAgain>());
   arrived();
   steps.start();
 #pragma unroll 1
-  for (u32 first = 0; first + kRest < Op::kSteps; first += Op::kDepth)
-    turn(first, first == 0 ? kEarly > 0 || kPipelined : kPipelined, first + Op::kDepth + kRest < Op::kSteps, Count<Op::kDepth>());
-  if constexpr (kRest > 0) turn(Op::kSteps - kRest, false, false, Count<kRest>());
+  for (u32 first = 0; first + kRest < Op::kSteps; first += Op::kDepth) {
+    turn(first, first == 0 ? kEarly > 0 || kPipelined : kPipelined, first + Op::kDepth + kRest < Op::kSteps, Count<Op::kDepth>(), begun);
+    begun = {0, 0, 0};
+  }
+  if constexpr (kRest > 0) turn(Op::kSteps - kRest, false, false, Count<kRest>(), Taken{0, 0, 0});
 }
 
 // `kHalves`: how many times 8 rows this block has in this group of tiles. The code of a kernel has to fit
