@@ -9,6 +9,7 @@ nothing, and none of this is a speed that may be quoted.
 
 import argparse
 import ast
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from soloist.engine.config import Precision
 from soloist.engine.support import find_support, support_of
 from soloist.errors import UserError
 from soloist.jit.cache import load_or_build
+from soloist.jit.compiler import Cubin
 from soloist.jit.source import Source
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
@@ -39,6 +41,8 @@ from soloist.megakernel.decoder import Decoder
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import BUILT_FOR, Build
 from soloist.megakernel.launch import Query
+from soloist.megakernel.packed_weights import PackedWeights
+from soloist.megakernel.plan import Plan
 from soloist.megakernel.tuning import Tuning
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -160,6 +164,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=256, help="of a launch")
     parser.add_argument("--turns", type=int, default=5, help="of each variant")
     parser.add_argument("--launches", type=int, default=4, help="of a turn; power takes a second")
+    parser.add_argument(
+        "--one-copy", action="store_true", help="of the weights, which all variants pack alike"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--compile", type=Path, metavar="FOLDER", help="only compile, into this kernel cache"
@@ -184,10 +191,23 @@ def main(given: Sequence[str] | None = None) -> int:
 def _compile(
     name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace
 ) -> None:
-    """What the code of each build takes; two at a time, since a compiler has gigabytes."""
-    samples = asked.temperature > 0
-    queries = [next(n for n in BUILT_FOR if n >= columns) for columns in asked.columns]
-    jobs = [(variant, n) for variant in variants for n in dict.fromkeys(queries)]
+    """What the code of each build takes."""
+    for variant, n, cubin in _built(name, shape, variants, asked, asked.compile):
+        entry = cubin.report.entries["decode"]
+        took = f"{entry.registers} registers, {entry.spill_store_bytes} bytes spilled"
+        size = f"{len(cubin.data) / 1024:.0f} KB of cubin"
+        print(f"{name}, up to {n} columns, {variant.name}: {took}, {size}", flush=True)
+
+
+def _built(
+    name: str,
+    shape: Shape,
+    variants: Sequence[Variant],
+    asked: argparse.Namespace,
+    cache: Path | None,
+) -> Iterator[tuple[Variant, int, Cubin]]:
+    """All builds that are timed, with the queries of each; one at a time for each core."""
+    jobs = [(variant, n) for variant in variants for n in _queries(asked)]
     sources = []
     for variant, n in jobs:
         with variant.in_force():
@@ -196,15 +216,21 @@ def _compile(
             ).plan
             if plan is None:
                 raise SystemExit(f"{name}: the kernel does not run it")
-            text = kernel.header(plan, Build(queries=n, samples=samples))
+            text = kernel.header(plan, replace(_build(asked), queries=n))
             sources.append(kernel.Source("kernels/decode.cu", text))
-    with ThreadPoolExecutor(2) as pool:
-        built = pool.map(lambda source: load_or_build(source, _ARCH, asked.compile), sources)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = pool.map(lambda source: load_or_build(source, _ARCH, cache), sources)
         for (variant, n), cubin in zip(jobs, built, strict=True):
-            entry = cubin.report.entries["decode"]
-            took = f"{entry.registers} registers, {entry.spill_store_bytes} bytes spilled"
-            size = f"{len(cubin.data) / 1024:.0f} KB of cubin"
-            print(f"{name}, up to {n} columns, {variant.name}: {took}, {size}", flush=True)
+            yield variant, n, cubin
+
+
+def _queries(asked: argparse.Namespace) -> list[int]:
+    """For how many queries there is a build that is timed."""
+    return sorted({next(n for n in BUILT_FOR if n >= columns) for columns in asked.columns})
+
+
+def _build(asked: argparse.Namespace) -> Build:
+    return Build(samples=asked.temperature > 0)
 
 
 # --- time --------------------------------------------------------------------
@@ -213,10 +239,17 @@ def _compile(
 def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     positions = asked.context + max(asked.columns) + asked.rounds
-    decoders = []
+    list(_built(name, shape, variants, asked, read_settings().cache))
+    queries = _queries(asked)
+    decoders, packed = list[Decoder](), None
     for variant in variants:
         with variant.in_force():
-            decoders.append(_decoder(shape, positions, device))
+            plan = _plan(shape, device)
+            if packed is None or not asked.one_copy:
+                packed = _weights(plan, shape, device)
+            # What is not timed is not built.
+            with mock.patch.object(kernel, "BUILT_FOR", (queries[0], queries[-1])):
+                decoders.append(_decoder(plan, packed, positions, device, _build(asked)))
     for columns in asked.columns:
         seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
         power: dict[str, list[str]] = {variant.name: [] for variant in variants}
@@ -231,23 +264,23 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
                         power[variant.name].append(told)
         print(f"{name}, {columns} columns, us a round; the last turn's power", flush=True)
         first = median(seen[variants[0].name])
-        for variant, times in seen.items():
-            told = (power[variant] or ["unknown"])[-1]
+        for given, times in seen.items():
+            told = (power[given] or ["unknown"])[-1]
             spread = f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
-            print(
-                f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {variant}", flush=True
-            )
+            print(f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {given}", flush=True)
 
 
-def _decoder(shape: Shape, positions: int, device: torch.device) -> Decoder:
-    """The kernel alone, without what reads prompts; keys and values are random."""
+def _plan(shape: Shape, device: torch.device) -> Plan:
     plan = find_support(shape.config, shape.dtype, device, stored=shape.stored, kv=shape.kv).plan
     if plan is None:
         raise SystemExit("the kernel does not run it")
-    kept = {name: shape.stored[name] for name in plan.formats}
-    drawn = random_tensors(shape.specs, shape.dtype, device, stored=kept)
-    parts = regrouped(drawn, shape.specs, kept, plan.formats)
-    (weights,) = distribute(parts, shape.config, [device], stays_on_host=False, plan=plan)
+    return plan
+
+
+def _decoder(
+    plan: Plan, weights: PackedWeights, positions: int, device: torch.device, build: Build
+) -> Decoder:
+    """The kernel alone, without what reads prompts; keys and values are random."""
     pages = -(-positions // PAGE_POSITIONS)
     pool = PagePool(
         plan.share.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, pages,
@@ -256,11 +289,19 @@ def _decoder(shape: Shape, positions: int, device: torch.device) -> Decoder:
     pool.fill()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, pages * PAGE_POSITIONS, device)
     decoder = Decoder(
-        plan, pack_weights(plan, weights, device), rope, pool.tensor, max_sequences=1,
-        cache=read_settings().cache,
+        plan, weights, rope, pool.tensor, max_sequences=1,
+        cache=read_settings().cache, build=build,
     )  # fmt: skip
     decoder.page_tables.copy_(torch.arange(pages, dtype=torch.int32))
     return decoder
+
+
+def _weights(plan: Plan, shape: Shape, device: torch.device) -> PackedWeights:
+    kept = {name: shape.stored[name] for name in plan.formats}
+    drawn = random_tensors(shape.specs, shape.dtype, device, stored=kept)
+    parts = regrouped(drawn, shape.specs, kept, plan.formats)
+    (weights,) = distribute(parts, shape.config, [device], stays_on_host=False, plan=plan)
+    return pack_weights(plan, weights, device)
 
 
 def _round_us(decoder: Decoder, columns: int, asked: argparse.Namespace) -> float:

@@ -59,6 +59,13 @@ MIXTURES: dict[str, ModelConfig] = {
         replace(_USUAL, expert=Mlp(200)), replace(_USUAL, expert=Mlp(768)), hidden_size=112
     ),
 }
+# As many experts are chosen as a block has warps, and a block's rows are one tile.
+_EIGHT = Mixture(Router(20, 8, normalises=True), Mlp(200))
+MIXTURES["eight slots"] = _model(
+    _EIGHT,
+    replace(_EIGHT, expert=Mlp(768), shared=Mlp(72), gates_shared=True),
+    hidden_size=112,
+)
 # Beside experts an MLP that all tokens take: with a gate, or without one after a dense layer. One
 # has as many neurons as an expert, one so few that some blocks have no rows of its gate and up, and
 # one several groups of tiles.

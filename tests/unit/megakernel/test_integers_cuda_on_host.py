@@ -40,7 +40,7 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 # What the kernel's code includes as it is.
 REAL = (
     "activations", "digits", "formats", "integers", "multiply", "one_query", "padding", "scaled",
-    "sums", "super_blocks",
+    "slot_of_warp", "sums", "super_blocks",
 )  # fmt: skip
 
 SPEC = f"""
@@ -49,7 +49,7 @@ SPEC = f"""
 constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kMostChains = 4;
 constexpr u32 kLoadedSteps = {LOADED_STEPS}, kStepColumns = {STEP_COLUMNS};
 constexpr u32 kHalfTileRows = {HALF_TILE_ROWS}, kHalfTileValues = {HALF_TILE_VALUES};
-constexpr u32 kAblation = 0, kNoWaits = 1, kNoMultiply = 3;
+constexpr u32 kAblation = 0, kNoWaits = 1, kNoMultiply = 3, kWarpLanes = 32;
 constexpr bool kSamples = false, kDrafts = false;
 """
 
@@ -102,6 +102,7 @@ RING = r"""
 #pragma once
 #include "ptx/memory.cuh"
 #include "sync/wait.cuh"
+static u32 warp, slots_read;
 template <class M>
 struct Ring {
   u32 slot = 0, num_free = 0;
@@ -114,6 +115,12 @@ struct Ring {
     if (count && first != num_free) std::abort();
     num_free += count;
     if (num_free > slot) std::abort();
+  }
+  // Of many slots all are the same here, and a warp gives back the one that it read.
+  u32 wait(u32) const { return 0; }
+  void release_for_all(u32, u32 ahead, u32) const {
+    if (ahead != warp) std::abort();
+    slots_read += 1;
   }
 };
 """
@@ -128,7 +135,7 @@ inline void copy_expected(u32, const u8*, u32, u32, u64) { std::abort(); }
 """
 
 MAIN = r"""
-#include "tile/multiply.cuh"
+#include "tile/slot_of_warp.cuh"
 
 struct Context {
   u32 warp, lane, queries;
@@ -136,7 +143,7 @@ struct Context {
   const float* vectors(u64) const { return nullptr; }
 };
 static const u8* activations;
-static u32 num_queries, warp;
+static u32 num_queries;
 static float* out;  // [warp][row][query]
 
 static void run_lane(u32 lane) {
@@ -172,6 +179,27 @@ extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 q
   std::memcpy(shared, packed, bytes);
   activations = given, num_queries = queries, out = results;
   for (warp = 0; warp < kConsumerWarps; ++warp) run_warp(warp, run_lane);
+}
+
+static void run_lane_alone(u32 lane) {
+  if constexpr (kConverts<Any> && SlotOfWarp<Any>::kFits) {
+    const GlobalOperand<SlotOfWarp<Any>> of_warp(nullptr, Context{warp, lane, 1});
+    const auto operand = operand_of_slot(activations, of_warp, lane);
+    Ahead<SlotOfWarp<Any>> ahead;
+    ahead.fill(operand);
+    multiply_slot(Ring<Kernel>(), warp, lane, operand, ahead);
+  }
+}
+
+// A slot that one warp multiplies; returns the number of parts of its columns.
+extern "C" u32 multiply_alone(const u8* packed, u64 bytes, const u8* given, u32 which,
+                              float* results) {
+  std::memcpy(shared, packed, bytes);
+  activations = given, warp = which, slots_read = 0;
+  run_warp(warp, run_lane_alone);
+  const u32 at = kConvertedAt + warp * (kConvertedSteps * 128), parts = SlotOfWarp<Any>::kParts;
+  std::memcpy(results, shared + at, parts * 16 * sizeof(float));  // [part][row]
+  return slots_read == kWarpLanes ? parts : 0;
 }
 """
 
@@ -365,6 +393,42 @@ def test_padding_that_is_not_copied_may_be_anything(
     kind: str, columns: int, queries: int, tmp_path: Path
 ) -> None:
     """Whose activations are zeros."""
+    op, flat, x, wanted = slot_with_padding(kind, columns)
+    built = library(op, queries, op.depth_for(queries, 2), Dtype.BF16, True, tmp_path)
+    given = published(x, queries, torch.bfloat16)
+    out = torch.zeros(CONSUMER_WARPS, 16, MAX_QUERIES)
+    num_bytes = ctypes.c_uint64(flat.numel())
+    built.multiply_all(place(flat), num_bytes, place(given), queries, place(out))
+    first, *others = out.unbind()
+    assert torch.equal(sum(others, first)[:, :queries], wanted[:, :queries])
+
+
+@pytest.mark.parametrize("warp", [0, 7])
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("int4", 768), ("int4-wide", 704), ("int4-zeros", 768), ("int4-offsets", 200),
+        ("int8", 768), ("int8-zeros", 64),
+    ],
+)  # fmt: skip
+def test_a_slot_of_one_warp_has_the_bits_of_one_that_all_share(
+    kind: str, columns: int, warp: int, tmp_path: Path
+) -> None:
+    op, flat, x, wanted = slot_with_padding(kind, columns)
+    built = library(op, 1, op.depth_for(1, 2), Dtype.BF16, True, tmp_path)
+    given = published(x, 1, torch.bfloat16)
+    out = torch.full((CONSUMER_WARPS, 16), torch.nan)
+    parts = built.multiply_alone(
+        place(flat), ctypes.c_uint64(flat.numel()), place(given), warp, place(out)
+    )
+    each = 128 if op.matrix.pairs_steps else 64
+    assert parts == min(-(-columns // each), CONSUMER_WARPS)
+    first, *others = out[:parts].unbind()
+    assert torch.equal(sum(others, first), wanted[:, 0])
+
+
+def slot_with_padding(kind: str, columns: int) -> tuple[Operation, Tensor, Tensor, Tensor]:
+    """A tile of all columns, in which padding is arbitrary; activations and what it gives."""
     matrix = Matrix("any", 16, columns, RowOrder.NATURAL, 1, quantized_format(FORMATS[kind]))
     assert matrix.may_skip_padding
     op = Operation(replace(matrix, skips_padding=True), 1, gpu(9))
@@ -380,10 +444,4 @@ def test_padding_that_is_not_copied_may_be_anything(
     assert padding.any()
     assert len(padding) == len(flat)
     flat[padding] = torch.randint(0, 256, (int(padding.sum()),), generator=draw).to(torch.uint8)
-    built = library(op, queries, op.depth_for(queries, 2), Dtype.BF16, True, tmp_path)
-    given = published(x, queries, torch.bfloat16)
-    out = torch.zeros(CONSUMER_WARPS, 16, MAX_QUERIES)
-    num_bytes = ctypes.c_uint64(flat.numel())
-    built.multiply_all(place(flat), num_bytes, place(given), queries, place(out))
-    first, *others = out.unbind()
-    assert torch.equal(sum(others, first)[:, :queries], wanted[:, :queries])
+    return op, flat, x, wanted

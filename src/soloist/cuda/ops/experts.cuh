@@ -9,6 +9,7 @@
 #include "ops/route.cuh"
 #include "tile/guess.cuh"
 #include "tile/logits.cuh"
+#include "tile/slot_of_warp.cuh"
 
 template <class M>
 __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
@@ -418,6 +419,28 @@ struct SlotsTogether : L::Down {
   static constexpr u32 kSlots = most(), kSteps = kSlots * Down::kSteps, kStepsAtOnce = kSteps;
 };
 
+// Adds the sums of all slots to a row's totals, each slot's by one warp. Sums have the order of those of slots that all warps share.
+template <class L, class M>
+__device__ __forceinline__ void add_slots_of_warps(Context<M>& cx, const GlobalOperand<SlotOfWarp<typename L::Down>>& operand,
+                                                   Ahead<SlotOfWarp<typename L::Down>>& ahead, Sums<typename L::Down>& totals) {
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  if (!ahead.is_there()) ahead.fill(operand);
+  if constexpr (!L::kHasSharedMlp) cx.arrived();
+  if (kAblation != kNoMultiply) {
+    multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead);
+    cx.ring.advance(L::kChosen);
+  }
+  cx.sync();
+  if (cx.warp >= SlotOfWarp<typename L::Down>::kParts) return;
+  const u32 own = cx.shared.converted() + cx.warp * 64 + cx.lane / 4 * 4;
+#pragma unroll
+  for (u32 slot = 0; slot < L::kChosen; ++slot) {
+    const u32 at = own + slot * (kConvertedSteps * 128);
+    totals.c[0][0][0] = __fmaf_rn(__uint_as_float(load_shared1(at)), slots.share[slot][0], totals.c[0][0][0]);
+    totals.c[0][0][2] = __fmaf_rn(__uint_as_float(load_shared1(at + 32)), slots.share[slot][0], totals.c[0][0][2]);
+  }
+}
+
 // Adds the sums of all slots, of weights that are quantised, to a row's totals. `ahead`: activations of the first ones, which were asked for.
 template <class L, class M>
 __device__ __forceinline__ void add_slots(Context<M>& cx, u8* gated, u32 layer, u32 units, Ahead<SlotsTogether<L>>& ahead,
@@ -474,6 +497,14 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
     add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
     cx.mark();
   };
+  if constexpr (kConverting && L::kChosen == kConsumerWarps && SlotOfWarp<Down>::kFits) {
+    const auto operand = operand_of_slot(gated + cx.warp * (L::kSlotColumns * 2), GlobalOperand<SlotOfWarp<Down>>(gated, cx), cx.lane);
+    Ahead<SlotOfWarp<Down>> ahead;
+    ahead.load(operand, 0);
+    if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
+    add_slots_of_warps<L>(cx, operand, ahead, totals);
+    return finish();
+  }
   if constexpr (kTogether) {
     Ahead<SlotsTogether<L>> ahead;
     ahead.load(GlobalOperand<SlotsTogether<L>>(gated, cx, L::vectors(layer)), 0);

@@ -16,6 +16,13 @@ __device__ __forceinline__ void mbarrier_arrive_after(u32 loaded, u32 barrier) {
       ::"r"(loaded), "r"(barrier) : "memory");
 }
 
+// So many arrivals at once, likewise.
+__device__ __forceinline__ void mbarrier_arrive_after(u32 loaded, u32 barrier, u32 count) {
+  asm volatile(
+      "{ .reg .b32 at; and.b32 at, %0, 3; max.u32 at, at, %1; mbarrier.arrive.shared.b64 _, [at], %2; }"
+      ::"r"(loaded), "r"(barrier), "r"(count) : "memory");
+}
+
 // Whether the phase of this parity has passed, at once.
 __device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
   u32 done;

@@ -37,10 +37,13 @@ inline constexpr bool kPairs = kRoomQueries == 1 && kChains<Op> > 1;
 template <class Op>
 inline constexpr bool kConverts = kRoomQueries == 1 && kArithmetic<Op> != Arithmetic::kPlain;
 
+// From one step to the next, in columns: a step has those of all warps, or of one that has all columns.
+template <class Op>
+inline constexpr u32 kStride = kStepColumns;
 // From the first column to those of a step that a warp has, in columns. Of a pair of steps a warp's columns are neighbours.
 template <class Op>
 __device__ __forceinline__ u32 step_column(u32 step) {
-  return Op::kPairsSteps ? step / 2 * (2 * kStepColumns) + step % 2 * 64 : step * kStepColumns;
+  return Op::kPairsSteps ? step / 2 * (2 * kStride<Op>) + step % 2 * 64 : step * kStride<Op>;
 }
 template <class Op>
 inline constexpr u32 kWarpColumns = Op::kPairsSteps ? 128 : 64;

@@ -255,6 +255,8 @@ template <class Op, bool kAgain>
 struct PairedSteps<Op, kAgain, true> {
   using Format = typename Op::Format;
   using Zero = Zeros<Format>;
+  // With one tile the sums of activations would take tensor cores as long as the tile does.
+  static constexpr bool kCentred = Zero::kShared && Op::kTiles == 1;
   Conversion<Op, kAgain> conversion;
   Converted x[2];
   i32 sums[4];
@@ -266,7 +268,7 @@ struct PairedSteps<Op, kAgain, true> {
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     conversion.take(x[0], d, first);
     conversion.take(x[1], d + 1, first);
-    if constexpr (Zero::kSums) {
+    if constexpr (Zero::kSums && !kCentred) {
       const i32 none[4] = {0, 0, 0, 0};
       const uint4 ones = Zero::operand();
       multiply<true>(sums, ones, ones, 0, none);
@@ -278,15 +280,20 @@ struct PairedSteps<Op, kAgain, true> {
     // Each step has its own sums: four multiplies in a row would wait for each other.
     i32 c[4], d[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) c[i] = Zero::kShared ? sums[i] : 0;
-    multiply<Format::kSigned>(c, first.operand(0), first.operand(1), 0, c);
-    multiply<Format::kSigned>(d, second.operand(0), second.operand(1), 1, d);
+    for (u32 i = 0; i < 4; ++i) c[i] = Zero::kShared && !kCentred ? sums[i] : 0;
+    if constexpr (kCentred) {
+      multiply<true>(c, first.centred(0), first.centred(1), 0, c);
+      multiply<true>(d, second.centred(0), second.centred(1), 1, d);
+    } else {
+      multiply<Format::kSigned>(c, first.operand(0), first.operand(1), 0, c);
+      multiply<Format::kSigned>(d, second.operand(0), second.operand(1), 1, d);
+    }
 #pragma unroll
     for (u32 row = 0; row < 2; ++row) {
       const Format& own = row ? second : first;
       i32 sum = 256 * (c[row * 2] + d[row * 2]) + (c[row * 2 + 1] + d[row * 2 + 1]);
       if constexpr (Format::kZeros) sum -= Zero::of(own, 0, 0) * (256 * sums[row * 2] + sums[row * 2 + 1]) * (row ? Zero::kSecond : 1);
-      add_scaled<Format>(kept.c[t][0][row * 2], sum, own.scales[0].get(0), x[0].power, row);
+      add_scaled<Format>(kept.c[t][0][row * 2], sum, own.scales[0].get(0), x[0].power, kCentred || row);
     }
   }
 

@@ -55,6 +55,13 @@ struct Ring {
     const u32 mine = first + lane;
     if (lane < count) mbarrier_arrive_after(loaded, empty + (mine < M::kRingSlots ? mine : mine - M::kRingSlots) * 8);
   }
+  // Of a slot that this warp alone reads, `ahead` places from the current one, once `loaded` is there: for all warps.
+  __device__ __forceinline__ void release_for_all(u32 lane, u32 ahead, u32 loaded) const {
+    if (kAblation >= kNoStream) return;
+    __syncwarp();
+    const u32 at = slot + ahead - (slot + ahead < M::kRingSlots ? 0 : M::kRingSlots);
+    if (kRacecheck || lane == 0) mbarrier_arrive_after(loaded, empty + at * 8, kRacecheck ? kReleases / 32 : kReleases);
+  }
   // The warp is done with `count` slots from `first` on. Pairs with the producer's wait for empty slots. It has waited
   // for all of them.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count) const {

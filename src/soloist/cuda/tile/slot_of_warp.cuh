@@ -1,0 +1,73 @@
+// A slot of `down` that one warp multiplies, with all its columns. Where one query has as many slots as a block has warps, each warp has
+// one: it waits for the activations of one slot and converts no others, its products do not wait for each other, and no warp has
+// padding alone.
+//
+// Sums stay apart for each part of the columns that a warp would have of a slot that all warps share. So they are added in the order
+// in which several queries' are, and have the same bits.
+#pragma once
+#include "tile/multiply.cuh"
+
+// The matrix as one warp sees it. A step are 64 columns.
+template <class Down>
+struct SlotOfWarp : Down {
+  static constexpr u32 kParts = warps_with_columns<Down>(0);  // as many warps would have columns
+  static constexpr u32 kSteps = Down::kPairsSteps ? 2 * kParts : (Down::kColumns + 63) / 64, kStepsAtOnce = kSteps;
+  // Whether a slot fills no more than one of the ring, and a block's rows are one tile.
+  static constexpr bool kFits = Down::kSteps <= Down::kSlotTiles && kSteps <= kConvertedSteps && Down::kEven &&
+                                Down::kMaxUnits * Down::kUnitHalves == 2 && Down::kTiles == 1;
+};
+template <class Down>
+inline constexpr u32 kStride<SlotOfWarp<Down>> = 64;
+
+// `activations`: of the slot. `of_warp`: where the warp converts them.
+template <class Down>
+__device__ __forceinline__ GlobalOperand<SlotOfWarp<Down>> operand_of_slot(const u8* activations, GlobalOperand<SlotOfWarp<Down>> of_warp,
+                                                                          u32 lane) {
+  of_warp.lane_base = activations + lane % 8 * 16;
+  return of_warp;
+}
+
+// Multiplies the slot that is `warp` places from the ring's current one, and gives it back for all warps. Sums come to [part][row] in
+// shared memory, where activations were that have been multiplied.
+template <class Down, class M>
+__device__ __forceinline__ void multiply_slot(const Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<SlotOfWarp<Down>>& operand,
+                                              Ahead<SlotOfWarp<Down>>& ahead) {
+  using Op = SlotOfWarp<Down>;
+  using Fragments = typename FragmentsOf<Down>::Type;
+  typename StepsOf<Op, true, 2>::Type steps(operand, ahead, lane);
+  const u32 tiles = ring.wait(warp);
+  steps.start();
+  u32 loaded = 0;
+#pragma unroll 2
+  for (u32 part = 0; part < Op::kParts; ++part) {
+    const auto has = [&](u32 d) { return d == 0 || Down::kPairsSteps || part < warps_with_columns<Down>(d); };
+    const typename Fragments::Place place(part, lane);
+    Fragments w[Down::kSteps];
+    Sums<Op> sums;
+    sums.clear();
+#pragma unroll
+    for (u32 d = 0; d < Down::kSteps; ++d)
+      if (has(d)) {
+        w[d].load(tiles + d * (2 * Down::kHalfTileBytes), place, true, false);
+        loaded |= w[d].loaded();
+      }
+    if constexpr (Down::kPairsSteps) {
+      steps.prepare(0, 2 * part);
+      steps.multiply_tile(sums, 0, 0, w[0], w[1]);
+    } else {
+#pragma unroll
+      for (u32 d = 0; d < Down::kSteps; ++d)
+        if (has(d)) {
+          steps.prepare(d, kConsumerWarps * d + part - d);
+          steps.multiply_tile(sums, 0, d, w[d]);
+        }
+    }
+    __syncwarp();  // all lanes have loaded what lies where sums come
+    if (lane % 4 == 0) {
+      const u32 at = operand.converted + part * 64 + lane;
+      store_shared1(at, __float_as_uint(sums.total(0, 0)));
+      store_shared1(at + 32, __float_as_uint(sums.total(0, 2)));
+    }
+  }
+  ring.release_for_all(lane, warp, loaded);
+}
