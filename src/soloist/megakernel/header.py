@@ -236,7 +236,6 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kEarlySlots": plan.early_slots,
         "kQuantizedBatch": plan.quantized_batch_slots,
         "kReleasesLate": plan.releases_late(build.queries),
-        "kBeginsChoice": build.samples and build.queries == 1 and plan.begins_choice,
         "kRowTiles": attention.row_tiles // attention.warp_tiles * warp_tiles,
         "kWarpTiles": warp_tiles,
         "kSoftmaxLanes": attention.softmax_lanes,

@@ -308,12 +308,6 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         return tuning.releases_late if queries == 1 else tuning.several_release_late
 
-    @property
-    def begins_choice(self) -> bool:
-        """Whether the head begins the choice of a round's only query, where its block has all."""
-        is_alone = self.ranks == 1 and not self.shape.has_lanes
-        return is_alone and self.gpu.architecture.tuning.begins_choice
-
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""
         tuning = self.gpu.architecture.tuning

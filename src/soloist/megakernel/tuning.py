@@ -61,8 +61,6 @@ class Tuning:
             that follows their loads: a warp waits for no load before it needs it, and the ring has
             the slot later. Compiled, but not measured yet.
         several_release_late: the same with several queries.
-        begins_choice: the head takes bounds of the noise that sampling adds to its logits while it
-            streams, with one query on one GPU. Compiled, but not measured yet.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -112,7 +110,6 @@ class Tuning:
     few_quantized_batch_slots: int = 2
     releases_late: bool = False
     several_release_late: bool = False
-    begins_choice: bool = False
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128

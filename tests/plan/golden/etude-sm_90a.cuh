@@ -408,7 +408,6 @@ struct Model {
   static constexpr unsigned kEarlySlots = 4u;
   static constexpr unsigned kQuantizedBatch = 2u;
   static constexpr bool kReleasesLate = false;
-  static constexpr bool kBeginsChoice = false;
   static constexpr unsigned kRowTiles = 2u;
   static constexpr unsigned kWarpTiles = 2u;
   static constexpr unsigned kSoftmaxLanes = 8u;

@@ -20,7 +20,7 @@ from plan.shapes import SMALL
 from soloist.errors import BadLogits
 from soloist.megakernel.abi import LAUNCH
 from soloist.megakernel.choice import Choice, pack_choices
-from soloist.megakernel.gpu import ARCHITECTURES, TYPICAL
+from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import MASK_READY_WORDS, Build, header
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
@@ -85,7 +85,7 @@ static const u32 *all_masks, *ends;
 static u32 *mask_words, *mask_ready;
 static Where where[M::kRanks * kNumBlocks];
 static u32 begun[M::kRanks * kNumBlocks];
-static u32 rank, num_rounds, num_begun, random_state = 1;
+static u32 rank, num_rounds, random_state = 1;
 
 template <class M>
 inline float* all_logits(u8* workspace, u32 query) {
@@ -166,20 +166,6 @@ static void allow(u32 round) {
   }
 }
 
-// As the head does where it begins the choice of the only query, by the first warp of a block.
-static void begin_choice(const Params& params, u32 round) {
-  const float* logits = params.logits + round * params.launch->logits_round_stride;
-  const OwnIds<M> own(blockIdx.x);
-  BegunChoice<M> choice;
-  for (u32 id = own.begin + 4 * threadIdx.x; id < own.end; id += 128) {
-    float four[4];
-    std::memcpy(four, logits + id, sizeof four);
-    choice.add(id, min(4u, M::kVocab - id), four);
-  }
-  choice.finish(threadIdx.x);
-  if (threadIdx.x == 0) num_begun += sample_state<M>().begun.other != 0;
-}
-
 // Rounds as in decode.cu, with logits that are given.
 static void body() {
   const Params& params = all_params[rank];
@@ -202,8 +188,6 @@ static void body() {
       for (const u32& other : begun) while (other < round + 1) pause(kReady);
       share_logits(params, round);
     }
-    if constexpr (M::kBeginsChoice)
-      if (threadIdx.x < 32) begin_choice(params, round);
     choose_sampled<M>(params, round, &own_where());
     sync_consumers();
     const u32 c = threadIdx.x;
@@ -256,7 +240,6 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
   mask_ready = ready;
   if (masks) allow(0);
   tokens = chosen;
-  num_begun = 0;
   std::memset(memory, 0xA5, sizeof memory);
   for (u32 i = 0; i < kAll; ++i) {
     Thread& thread = threads[i];
@@ -296,9 +279,6 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
   }
   return -1;
 }
-
-// Rounds of blocks of the latest launch in which the head began the choice.
-extern "C" u32 begun_choices() { return num_begun; }
 """
 
 
@@ -310,44 +290,32 @@ class Built:
 
 @pytest.fixture(scope="module")
 def library(request, tmp_path_factory):
-    return built(tmp_path_factory.mktemp("choose"), request.param, Build(samples=True))
-
-
-@pytest.fixture(scope="module")
-def beginning(tmp_path_factory):
-    """The build for one query whose head begins the choice."""
-    hopper = ARCHITECTURES["sm_90a"]
-    tuned = replace(hopper, tuning=replace(hopper.tuning, begins_choice=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "sm_90a", tuned)
-        return built(tmp_path_factory.mktemp("begin"), 1, Build(samples=True, queries=1))
-
-
-def built(folder, ranks, build):
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the CUDA sampler for the host")
+    folder = tmp_path_factory.mktemp("choose")
     for name in ("ptx", "ops"):
         (folder / name).mkdir()
     context = (CUDA / "tile" / "context.cuh").read_text()
     structs = context[context.index("// Of the launch.") : context.index("extern __shared__")]
     macros = "#define __constant__\n#define __device__\n#define __forceinline__ inline\n"
     macros += "struct float2 { float x, y; };\n"
+    ranks = request.param
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
     assert plan.blocks == BLOCKS[ranks]
-    spec = header(plan, build).replace("#pragma once", "#pragma once\n" + macros)
+    spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs)
     (folder / "spec.cuh").write_text(spec)
     (folder / "harness.cc").write_text(HARNESS)
-    made = folder / "choose.so"
+    built = folder / "choose.so"
     command = [compiler, "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-Wno-unused", "-fPIC", "-shared"]
     subprocess.run(
-        [*command, f"-I{folder}", f"-I{CUDA}", "-o", made, folder / "harness.cc"], check=True
+        [*command, f"-I{folder}", f"-I{CUDA}", "-o", built, folder / "harness.cc"], check=True
     )
-    return Built(plan, ctypes.CDLL(str(made)))
+    return Built(plan, ctypes.CDLL(str(built)))
 
 
 def launched(
@@ -581,42 +549,3 @@ def test_bad_logits_before_a_given_token_end_nothing(library):
 def test_all_blocks_hear_that_the_host_wants_to_stop(library):
     tokens = launched(library, [sampler_of(requests()[2])], random_logits(9, 1, seed=5), yield_in=3)
     assert len(tokens) == 4
-
-
-PLAIN = SamplingParams(temperature=1.0, seed=6)
-
-
-@pytest.mark.parametrize("params", [*requests(), PLAIN], ids=range(9))
-@pytest.mark.parametrize("is_masked", [False, True], ids=["free", "masked"])
-def test_the_head_begins_a_choice_that_noise_alone_decides(beginning, params, is_masked):
-    rounds, blocks = 12, beginning.plan.blocks
-    logits = random_logits(rounds, 1, seed=8)
-    logits[3] = np.round(logits[3])  # many are equal
-    logits[4] = 2.5
-    if not is_masked:  # which might forbid all that is left
-        logits[5, 0, np.random.default_rng(1).random(VOCAB) < 0.9] = -np.inf
-    sampler = sampler_of(params, constraint=Drawn(VOCAB, 5) if is_masked else None)
-    of_kernel = sampler_of(params, constraint=Drawn(VOCAB, 5) if is_masked else None)
-    masks, wanted = np.zeros((rounds, MAX_QUERIES, WORDS), np.uint32), []
-    for r in range(rounds):
-        if is_masked:
-            masks[r, 0] = sampler.allowed()
-        wanted.append(sampler.pick(torch.from_numpy(logits[r, 0]), 71 + r))
-        sampler.observe(wanted[-1])
-    tokens = launched(beginning, [of_kernel], logits, masks=masks if is_masked else None)
-    assert tokens[:, 0].tolist() == wanted
-    # More than there are tokens is no top_k.
-    is_plain = params in {PLAIN, requests()[0], requests()[7]} and not is_masked
-    assert beginning.code.begun_choices() == (rounds * blocks if is_plain else 0)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
-def test_bad_logits_end_a_launch_whose_choices_were_begun(beginning, bad):
-    logits = random_logits(9, 1, seed=3)
-    where = slice(None) if bad == -math.inf else VOCAB - 1
-    logits[4, 0, where] = bad
-    tokens = launched(beginning, [sampler_of(PLAIN)], logits)
-    assert len(tokens) == 5
-    assert bad_score(tokens[4, 0]) == bad or (
-        math.isnan(bad) and math.isnan(bad_score(tokens[4, 0]))
-    )

@@ -47,7 +47,7 @@ from soloist.engine.bandwidth import bandwidth_source
 from soloist.jit.cache import load_or_build
 from soloist.jit.compiler import Cubin, compile_source, require_clean
 from soloist.jit.source import Source
-from soloist.megakernel.gpu import ARCHITECTURES, TYPICAL
+from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import ABLATIONS, Build, header
 from soloist.megakernel.limits import MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan
@@ -626,21 +626,6 @@ def test_odd_steps_of_quantised_matrices_compile(
     sizes: tuple[int, int, int, int], kind: str, queries: int
 ) -> None:
     compiled(odd_plan(sizes, kind), Build(queries=queries))
-
-
-TO_BE_MEASURED = {"releases_late": True, "several_release_late": True, "begins_choice": True}
-
-
-@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
-@pytest.mark.parametrize("kind", ["int4", "fp8"])
-def test_the_front_end_accepts_what_is_to_be_measured(
-    kind: str, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hopper = ARCHITECTURES["sm_90a"]
-    tuned = replace(hopper, tuning=replace(hopper.tuning, **TO_BE_MEASURED))
-    monkeypatch.setitem(ARCHITECTURES, "sm_90a", tuned)
-    plan = quantised_plan("llama-3.1-8b", kind, "sm_90a")
-    require_accepted(plan, Build(samples=True, queries=queries))
 
 
 @pytest.mark.few(2)

@@ -3,7 +3,7 @@
 #pragma once
 #include "ops/draft_control.cuh"
 #include "ops/head.cuh"
-#include "ops/sample_state.cuh"
+#include "ops/sample.cuh"
 
 // Global memory, zeroed by the host for each sampled launch.
 struct SampleWorkspace {
@@ -12,6 +12,15 @@ struct SampleWorkspace {
 };
 static_assert(sizeof(SampleWorkspace) == kSampleWorkspaceBytes, "sample_workspace_bytes in sampling_header.py");
 
+// In shared memory, from round to round.
+struct SampleState {
+  SampleParams params[kMaxQueries];
+  SampleStep steps[kMaxQueries];
+  SampleArgs args;
+  SampleEpochs epochs;
+  u32 arrivals;  // that the last barrier waited for
+  u32 masked;    // queries whose tokens the host may forbid, a bit each
+};
 template <class M>
 constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
 
@@ -83,6 +92,10 @@ struct OwnIds {
   }
 };
 
+template <class M>
+__device__ __forceinline__ u8* shared_part(u32 offset) {
+  return dynamic + M::kRingBytes + offset;
+}
 // Parameters, of which only builds that draft have all: a name that is looked up when a model is known.
 template <class M>
 struct ParamsOf {
@@ -90,6 +103,9 @@ struct ParamsOf {
 };
 template <class M>
 __device__ __forceinline__ const DraftBuffers& draft_buffers(const typename ParamsOf<M>::Type& params) { return params.draft; }
+
+template <class M>
+__device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part<M>(M::kShSampling)); }
 
 // By all threads of a block, before the first round of a sampled launch.
 template <class M>
@@ -214,9 +230,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
                   control.queries, yield ? 1u : 0u, masks, M::kVocabWords, masked};
   }
   grid.block_sync();  // all warps' logits are written, and the last reduction is read
-  SampleProposal begun{};
-  if constexpr (M::kBeginsChoice) begun = state.begun.get();
-  sample_tokens(grid, args, workspace.scratch, shared, epochs, begun);
+  sample_tokens(grid, args, workspace.scratch, shared, epochs);
   const u32 t = grid.thread();
   if (t < args.queries) {
     const SampleResult result = shared.results[t];

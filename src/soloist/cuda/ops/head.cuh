@@ -1,7 +1,6 @@
 // The LM head: logits to memory, and this block's best token of every query.
 #pragma once
 #include "ops/meet.cuh"
-#include "ops/sample_state.cuh"
 
 template <class M>
 using HeadStream = typename StreamOf<M, M::kMeets>::Type;
@@ -81,11 +80,6 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
     __threadfence();
   }
   Best best{-kInfinity, kNoTokenNan};
-  const auto beginning = [] {
-    if constexpr (M::kBeginsChoice) return BegunChoice<M>();
-    else return 0;
-  };
-  [[maybe_unused]] auto choice = beginning();
   constexpr u32 kGroupUnits = 2 * Head::kTiles;
 #pragma unroll 1
   for (u32 group = 0; group < units; group += kGroupUnits) {
@@ -96,42 +90,24 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
     Reduction reduction(cx, Head::kTiles * 16, true);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
       if (cx.warp >= cx.queries) return;
-      if constexpr (M::kBeginsChoice) {
-        // Four neighbours to a lane, since these share a block of random words.
 #pragma unroll 1
-        for (u32 r = start + 4 * cx.lane; r < end; r += 128) {
-          const u32 id = first + group * 8 + r, count = id < M::kVocab ? min(4u, M::kVocab - id) : 0;
-          float y[4];
+      for (u32 r = start + cx.lane; r < end; r += 32) {
+        const u32 row = first + group * 8 + r, id = first_id<M>(cx.params) + row;
+        const float y = reduction.get(cx.warp, r - start) * factor;
+        if (id < M::kVocab && ((M::kRanks == 1 && !M::kHasLanes) || row < M::kShareVocab)) {
+          logits[static_cast<u64>(cx.warp) * M::kVocabRows + lane_here<M>() * M::kShareVocab + row] = y;
+          if constexpr (kSamples && kPeers > 1) {
 #pragma unroll
-          for (u32 k = 0; k < 4; ++k) {
-            y[k] = reduction.get(0, r - start + k) * factor;
-            if (k >= count) continue;
-            logits[id + k] = y[k];
-            best = better(best, Best{y[k], id + k});
+            for (u32 r = 0; r < kPeers; ++r)
+              store_to_peer(all_logits<M>(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           }
-          choice.add(id, count, y);
-        }
-      } else {
-#pragma unroll 1
-        for (u32 r = start + cx.lane; r < end; r += 32) {
-          const u32 row = first + group * 8 + r, id = first_id<M>(cx.params) + row;
-          const float y = reduction.get(cx.warp, r - start) * factor;
-          if (id < M::kVocab && ((M::kRanks == 1 && !M::kHasLanes) || row < M::kShareVocab)) {
-            logits[static_cast<u64>(cx.warp) * M::kVocabRows + lane_here<M>() * M::kShareVocab + row] = y;
-            if constexpr (kSamples && kPeers > 1) {
-#pragma unroll
-              for (u32 r = 0; r < kPeers; ++r)
-                store_to_peer(all_logits<M>(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
-            }
-            best = better(best, Best{y, id});
-          }
+          best = better(best, Best{y, id});
         }
       }
     });
   }
   cx.mark();
   if (cx.warp < cx.queries) {
-    if constexpr (M::kBeginsChoice) choice.finish(cx.lane);
     best = warp_best(best);
     if (cx.lane == 0) {
       // The reporter's word is taken whenever it comes: this read is unordered on purpose.

@@ -79,12 +79,6 @@ struct __align__(128) SampleScratch {
   uint4 records[2][kMaxQueries][kNumBlocks];
 };
 
-// The best one of some tokens.
-struct SampleProposal {
-  u64 choice;  // 0 is no token
-  u32 other;  // a key: of the largest score, or of the largest sum of a score and a bound that `choice` may hide; 0: nobody has looked
-};
-
 // Which copy of the scratch is next. Zero at launch, equal in all threads, kept from call to call.
 struct SampleEpochs {
   u32 exchanges = 0;
@@ -130,12 +124,16 @@ struct SampleShared {
     u32 count[kSampleBins], low[kSampleBins], high[kSampleBins];
   };
   static constexpr u32 kMostIds = 1u << 15;
+  struct Proposal {
+    u64 choice;
+    u32 other;  // a key: of the largest score, or of the largest sum of a score and a bound that `choice` may hide
+  };
   static constexpr u32 kMaskWords = sizeof(Bins) / 4;
   union {
     u32 mask[kMaskWords];  // of one query: words of this block's ids
     Bins bins;
   };
-  SampleProposal proposals[kMaxQueries][kConsumerThreads / 32];  // of the warps that serve a query
+  Proposal proposals[kMaxQueries][kConsumerThreads / 32];  // of the warps that serve a query
   SampleSearch search[kMaxQueries];
   u32 pass[kMaxQueries];   // SamplePass
   float sum[kMaxQueries];  // score and noise of the choice so far
@@ -149,68 +147,12 @@ __device__ __forceinline__ void record_token(u32* seen_row, u32 id, u32 row_begi
   if (id >= row_begin && id < row_end) seen_row[id] += 1;
 }
 
-// Whether noise alone decides about a query: nothing is filtered, and no score adjusted.
-__device__ __forceinline__ bool is_plain(const SampleParams& p, const SampleStep& step) {
-  const bool is_banned = step.num_output < p.min_tokens && p.ban_count;
-  return !(p.flags & (kSampleGreedy | kSamplePenalties)) && !(p.top_k | p.top_p_steps | p.min_p_steps | p.bias_count) && !is_banned;
-}
-
-// The largest value and, where values are equal, the lowest id; 0 is no token.
-__device__ __forceinline__ u64 candidate(float value, u32 id) { return static_cast<u64>(exact::order_key(value)) << 32 | ~id; }
-constexpr u32 kNanKey = ~0u;  // of a NaN, which is above everything
-// x / temperature; most often by 1, which takes no time.
-__device__ __forceinline__ float scaled(float x, float temperature) { return temperature == 1.0f ? x : exact::div(x, temperature); }
-
-// Of a query and a round. One Philox block serves four ids.
-struct Noise {
-  u32 seed_low, seed_high, position_low, position_high;
-
-  __device__ __forceinline__ Noise(const SampleParams& p, const SampleStep& step)
-      : seed_low(p.seed_low), seed_high(p.seed_high), position_low(step.position_low), position_high(step.position_high) {}
-  __device__ __forceinline__ exact::Words words(u32 quad) const {
-    return exact::philox({quad, position_low, position_high, sampling::kDomainTokenChoice}, seed_low, seed_high);
-  }
-  static __device__ __forceinline__ u32 word(const exact::Words& words, u32 k) {
-    return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
-  }
-  // Never less than the word's noise by more than kSlack: -ln(-ln(1 - v)) <= -ln(v), with a quick logarithm.
-  static __device__ __forceinline__ float bound(u32 word) {
-    constexpr float kLn2 = 0.693147181f;
-    return kLn2 * (32.0f - __log2f(__uint2float_rn(word) + 0.5f));
-  }
-};
-
-// Of a lane's tokens the one whose sum of score and bound is highest, with the score and noise that it has; and the second
-// highest sum with a bound. A bound takes a tenth of the time of noise. The choice of all blocks stands if no
-// other sum with a bound comes near it.
-struct HighestBound {
-  float highest = __uint_as_float(0xFF800000u), second = highest, score_of_highest = 0.0f;
-  u32 id_of_highest = 0, word_of_highest = 0;
-  bool is_nan = false;
-
-  __device__ __forceinline__ void add(u32 id, float score, u32 word) {
-    const float bound = score + Noise::bound(word);
-    is_nan = is_nan || score != score;
-    const bool is_highest = bound > highest;
-    second = fmaxf(second, is_highest ? highest : bound);
-    highest = is_highest ? bound : highest;
-    score_of_highest = is_highest ? score : score_of_highest;
-    id_of_highest = is_highest ? id : id_of_highest;
-    word_of_highest = is_highest ? word : word_of_highest;
-  }
-  __device__ __forceinline__ SampleProposal proposal() const {
-    const float sum = exact::add(score_of_highest, exact::gumbel_of_word(word_of_highest));
-    return {highest > __uint_as_float(0xFF800000u) ? candidate(sum, id_of_highest) : 0, is_nan ? kNanKey : exact::order_key(second)};
-  }
-};
-
 template <class Grid>
 class TokenChoice {
  public:
-  // `begun`: what the first pass over the block's tokens would propose, if somebody has looked at all of them.
   __device__ __forceinline__ TokenChoice(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
-                                         SampleShared& shared, SampleEpochs& epochs, const SampleProposal& begun)
-      : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), begun(begun), t(grid.thread()),
+                                         SampleShared& shared, SampleEpochs& epochs)
+      : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), t(grid.thread()),
         lane(t % 32), warp(t / 32), team_bits(bits_of_team(args.queries)), row_begin(args.row_begin),
         row_end(args.row_end), filtered(queries_that([&](u32 c) { return has_filter(c); })),
         adjusted(queries_that([&](u32 c) { return needs_adjusting(c); })) {}
@@ -231,8 +173,7 @@ class TokenChoice {
       }
       for_own_queries([&](u32 c) {
         const u32 pass = pass_of(c);
-        if (is_first && begun.other) keep(c, warp == 0 ? begun : Proposal{});
-        else if (pass == kFindLargest) propose(c, largest(c));
+        if (pass == kFindLargest) propose(c, largest(c));
         else if (pass == kFindNoisy) propose(c, noisy<false>(c));
         else if (pass == kFindNoisyKept) propose(c, noisy<true>(c));
         else if (pass == kFindCertain) propose(c, certain(c));
@@ -246,14 +187,13 @@ class TokenChoice {
  private:
   static constexpr u32 kThreads = kConsumerThreads, kWarps = kThreads / 32;
   static_assert((kWarps & (kWarps - 1)) == 0 && kThreads % 32 == 0 && kSampleBins % kThreads == 0 && kThreads >= kMaxQueries, "threads of a block");
-  using Proposal = SampleProposal;
+  using Proposal = SampleShared::Proposal;
 
   Grid& grid;
   const SampleArgs& args;
   SampleScratch& scratch;
   SampleShared& shared;
   SampleEpochs& epochs;
-  const SampleProposal begun;  // of the round's only query
   const u32 t, lane, warp;
   const u32 team_bits;  // log2 of the warps that serve a query together, a team
   const u32 row_begin, row_end;
@@ -320,6 +260,10 @@ class TokenChoice {
 #pragma unroll
       for (u32 i = 0; i < kAtOnce; ++i) use(quad + i * stride, scores[i]);
     }
+  }
+  // x / temperature of each; most often by 1, which takes no time.
+  static __device__ __forceinline__ float scaled(float x, float temperature) {
+    return temperature == 1.0f ? x : exact::div(x, temperature);
   }
   struct Quad {
     float x[4];
@@ -425,6 +369,11 @@ class TokenChoice {
 
   // The best token, over the block and over the grid --------------------------------------------
 
+  // The largest value and, where values are equal, the lowest id; 0 is no token.
+  static __device__ __forceinline__ u64 candidate(float value, u32 id) {
+    return static_cast<u64>(exact::order_key(value)) << 32 | ~id;
+  }
+  static constexpr u32 kNan = ~0u;  // the key of a NaN, which is above everything
   static __device__ __forceinline__ u32 id_of(u64 candidate) { return ~static_cast<u32>(candidate); }
   static __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
@@ -442,7 +391,27 @@ class TokenChoice {
     return {choice, static_cast<u32>(choice >> 32)};
   }
 
-  __device__ __forceinline__ Noise noise_of(u32 c) const { return {args.params[c], args.steps[c]}; }
+  // Of a query and a round. One Philox block serves four ids.
+  struct Noise {
+    u32 seed_low, seed_high, position_low, position_high;
+
+    __device__ __forceinline__ exact::Words words(u32 quad) const {
+      return exact::philox({quad, position_low, position_high, sampling::kDomainTokenChoice}, seed_low, seed_high);
+    }
+    static __device__ __forceinline__ u32 word(const exact::Words& words, u32 k) {
+      return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
+    }
+    // Never less than the word's noise by more than kSlack: -ln(-ln(1 - v)) <= -ln(v), with a quick logarithm.
+    static __device__ __forceinline__ float bound(u32 word) {
+      constexpr float kLn2 = 0.693147181f;
+      return kLn2 * (32.0f - __log2f(__uint2float_rn(word) + 0.5f));
+    }
+  };
+  __device__ __forceinline__ Noise noise_of(u32 c) const {
+    const SampleParams& p = args.params[c];
+    const SampleStep& step = args.steps[c];
+    return {p.seed_low, p.seed_high, step.position_low, step.position_high};
+  }
   // Whether a sum with a bound may hide one that is no less than `sum`: both may be off, by far less than is allowed here.
   static __device__ __forceinline__ bool comes_near(float bound, float sum) {
     return !(bound + (1e-3f + fabsf(bound) * 1e-6f) < sum);
@@ -463,7 +432,9 @@ class TokenChoice {
     return is_own(id) && is_kept(rank_key(g, id), kept.search) &&
            (!kept.least_weight || exact::integer_weight(g) >= kept.least_weight);
   }
-  // Of a lane's tokens, see `HighestBound`.
+  // Of a lane's tokens the one whose sum of score and bound is highest, with the score and noise that it has; and the second
+  // highest sum with a bound. A bound takes a tenth of the time of noise. The choice of all blocks stands if no
+  // other sum with a bound comes near it.
   template <bool kIsFiltered>
   __device__ __forceinline__ Proposal noisy(u32 c) const {
     const float temperature = args.params[c].temperature;
@@ -471,7 +442,9 @@ class TokenChoice {
     Kept kept{};
     if constexpr (kIsFiltered) kept = kept_of(c);
     const float none = __uint_as_float(0xFF800000u);
-    HighestBound best;
+    float highest = none, second = none, score_of_highest = 0.0f;
+    u32 id_of_highest = 0, word_of_highest = 0;
+    bool is_nan = false;
     for_own_quads<kIsFiltered ? 1 : 2>(c, [&](u32 quad, Quad scores) {
       const exact::Words words = noise.words(quad);
 #pragma unroll
@@ -481,10 +454,18 @@ class TokenChoice {
       for (u32 k = 0; k < 4; ++k) {
         const u32 id = 4 * quad + k, word = Noise::word(words, k);
         const bool counts = stays(kIsFiltered, c, kept, id, scores.get(k));
-        best.add(id, counts ? scores.get(k) : none, word);
+        const float score = counts ? scores.get(k) : none, bound = score + Noise::bound(word);
+        is_nan = is_nan || score != score;
+        const bool is_highest = bound > highest;
+        second = fmaxf(second, is_highest ? highest : bound);
+        highest = is_highest ? bound : highest;
+        score_of_highest = is_highest ? score : score_of_highest;
+        id_of_highest = is_highest ? id : id_of_highest;
+        word_of_highest = is_highest ? word : word_of_highest;
       }
     });
-    return best.proposal();
+    const float sum = exact::add(score_of_highest, exact::gumbel_of_word(word_of_highest));
+    return {highest > none ? candidate(sum, id_of_highest) : 0, is_nan ? kNan : exact::order_key(second)};
   }
   // Of a lane's tokens whose sum with a bound comes near the choice so far, the one with the largest sum with its noise.
   __device__ __forceinline__ Proposal certain(u32 c) const {
@@ -508,10 +489,7 @@ class TokenChoice {
   __device__ __forceinline__ void propose(u32 c, Proposal own) {
     own.other = grid.warp_max(own.other);
     own.choice = warp_max(own.choice);
-    keep(c, own);
-  }
-  __device__ __forceinline__ void keep(u32 c, const Proposal& of_warp) {
-    if (lane == 0) shared.proposals[c][warp & ((1u << team_bits) - 1)] = of_warp;
+    if (lane == 0) shared.proposals[c][warp & ((1u << team_bits) - 1)] = own;
   }
 
   // Every block's proposals to all blocks, each with its own flag, of the queries that are not found; one lane settles
@@ -569,7 +547,7 @@ class TokenChoice {
     const float value = choice ? exact::value_of_key(static_cast<u32>(choice >> 32)) : __uint_as_float(0xFF800000u);
     u32 next = kFound;
     if (pass <= kFindNoisy) {
-      const float best = other == kNanKey ? exact::value_of_key(kNanKey) : value;
+      const float best = other == kNan ? exact::value_of_key(kNan) : value;
       const bool is_fine = exact::is_finite(best);
       result = {is_fine ? id_of(choice) : 0, is_fine ? kSampled : kBadLogits, best};
       if (is_fine && is_filtered(c)) next = kFindNoisyKept;
@@ -815,10 +793,9 @@ class TokenChoice {
 
 // By all consumer threads of all blocks, after a block barrier that follows the block's own writes to
 // logits. Afterwards `shared.results` and `shared.note` are the same in every block and visible to
-// all its threads; the next call may follow at once, with the same scratch and epochs. `begun`: of a round with one query,
-// about which noise alone decides (`is_plain`), the block's proposal, if there is one.
+// all its threads; the next call may follow at once, with the same scratch and epochs.
 template <class Grid>
 __device__ __forceinline__ void sample_tokens(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
-                                              SampleShared& shared, SampleEpochs& epochs, const SampleProposal& begun = {}) {
-  TokenChoice<Grid>(grid, args, scratch, shared, epochs, begun).run();
+                                              SampleShared& shared, SampleEpochs& epochs) {
+  TokenChoice<Grid>(grid, args, scratch, shared, epochs).run();
 }
