@@ -252,20 +252,21 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
                 decoders.append(_decoder(plan, packed, positions, device, _build(asked)))
     for columns in asked.columns:
         seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
-        power: dict[str, list[str]] = {variant.name: [] for variant in variants}
+        power = dict[str, str]()
         for turn in range(asked.turns + 1):
             for variant, decoder in zip(variants, decoders, strict=True):
-                with variant.in_force(), watching(gpu_uuid(device)) as watch:
+                watched = gpu_uuid(device) if turn == asked.turns else None  # looking takes time
+                with variant.in_force(), watching(watched) as watch:
                     times = [_round_us(decoder, columns, asked) for _ in range(asked.launches)]
                 if turn:  # the first one warms up
                     seen[variant.name] += times
                     if (clocks := watch.clocks) is not None:
                         told = f"{clocks.power_w.median:.0f} W at {clocks.sm_mhz.median:.0f} MHz"
-                        power[variant.name].append(told)
+                        power[variant.name] = told
         print(f"{name}, {columns} columns, us a round; the last turn's power", flush=True)
         first = median(seen[variants[0].name])
         for given, times in seen.items():
-            told = (power[given] or ["unknown"])[-1]
+            told = power.get(given, "unknown")
             spread = f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
             print(f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {given}", flush=True)
 

@@ -259,7 +259,12 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         alone = self.queries == 1 and self.has_experts and self._is_quantized
         if alone and self._streams_little:
-            return (tuning.few_copies_in_flight,) * 2
+            guesses = self.guesses_experts
+            return (
+                tuning.few_guessing_copies_in_flight
+                if guesses
+                else tuning.few_pausing_copies_in_flight
+            )
         return tuning.pausing_copies_in_flight
 
     @property
@@ -306,7 +311,9 @@ class Plan:
         In a build for so many queries.
         """
         tuning = self.gpu.architecture.tuning
-        return tuning.releases_late if queries == 1 else tuning.several_release_late
+        if queries == 1:
+            return self.has_experts and tuning.experts_release_late
+        return tuning.several_release_late
 
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""

@@ -22,9 +22,13 @@ class Tuning:
             super-blocks, which wait for instructions: while a block waits for others, and while it
             multiplies.
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
-            for each other most of the time, and gain more by quick exchanges. Of those that pause
-            only quantised mixtures with one query do.
+            for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
+        few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
+            waits and while it multiplies. What they wait for is a choice of experts, and then the
+            memory.
+        few_guessing_copies_in_flight: the same where experts are guessed: their stream runs beside
+            the exchanges that lead to the choice.
         ranks_copies_in_flight: ranks wait for each other, too, and then hurry: copies while a third
             of the ring is free at most, while two thirds are, and beyond.
         few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
@@ -57,10 +61,11 @@ class Tuning:
         batch_slots: slots that a consumer warp takes before it gives one back.
         few_quantized_batch_slots: slots of quantised weights that it takes together with one query,
             of blocks that stream at most `few_layer_bytes` of a layer, on one GPU.
-        releases_late: with one query, slots of quantised weights are given back after the multiply
-            that follows their loads: a warp waits for no load before it needs it, and the ring has
-            the slot later. Compiled, but not measured yet.
-        several_release_late: the same with several queries.
+        experts_release_late: of quantised mixtures with one query, slots are given back after the
+            multiply that follows their loads: a warp waits for no load before it needs it, and the
+            ring has the slot later, which costs more where blocks wait for the memory.
+        several_release_late: the same with several queries, of integers without zeros; others spill
+            registers.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -89,6 +94,8 @@ class Tuning:
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
+    few_pausing_copies_in_flight: tuple[int, int] = (4, 4)
+    few_guessing_copies_in_flight: tuple[int, int] = (2, 3)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
     few_ranks_layer_bytes: int = 1024 * 1024
@@ -108,8 +115,8 @@ class Tuning:
     max_chains: int = 4
     batch_slots: int = 2
     few_quantized_batch_slots: int = 2
-    releases_late: bool = False
-    several_release_late: bool = False
+    experts_release_late: bool = True
+    several_release_late: bool = True
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128
@@ -132,6 +139,8 @@ NEWER = replace(
     max_chains=2,
     batch_slots=1,
     few_quantized_batch_slots=1,
+    experts_release_late=False,
+    several_release_late=False,
     coded_paired_dim=64,
     least_guessed_bytes=None,
 )

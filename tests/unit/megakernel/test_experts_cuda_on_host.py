@@ -47,6 +47,9 @@ inline u32 __reduce_max_sync(u32, u32 x) {
 inline u32 __reduce_min_sync(u32, u32 x) {
   return exchanged(x, [](const u32* all) { return *std::min_element(all, all + 32); });
 }
+inline u32 __reduce_add_sync(u32, u32 x) {
+  return exchanged(x, [](const u32* all) { return std::accumulate(all, all + 32, 0u); });
+}
 inline u32 __ballot_sync(u32, bool x) {
   return exchanged(x, [](const u32* all) {
     u32 bits = 0;
@@ -63,6 +66,7 @@ WARP = (
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <thread>
 #include <vector>
 #include "ptx/types.cuh"
@@ -73,6 +77,7 @@ WARP = (
 inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(u32 x) { float value; std::memcpy(&value, &x, 4); return value; }
 inline u32 __popc(u32 x) { return __builtin_popcount(x); }
+inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 """
     + MEETINGS

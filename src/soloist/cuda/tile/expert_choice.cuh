@@ -35,26 +35,53 @@ struct ExpertChoice {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i)
       rank[i] = 32 * i + lane < L::kExperts ? rank_of(L::kCorrected ? share[i] + correction[i] : share[i]) : 0;
-    choose(rank, lane, [](u32, u32) {});
+    choose(rank, lane);
     normalise();
   }
   // By logits that are known up to a positive factor; `weigh` says the shares when that is known. Calls `note` with the place
   // and the number of each expert, the best first, by the lane that has it.
   template <class Note>
   __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane, const Note& note) : chosen(0) {
-    static_assert(kByLogits, "scores in the order of logits");
     u32 rank[kEach];
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) rank[i] = 32 * i + lane < L::kExperts ? rank_of(logit[i]) : 0;
+    rank_logits(logit, lane, rank);
     choose(rank, lane, note);
   }
-  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane) : ExpertChoice(logit, lane, [](u32, u32) {}) {}
+  __device__ __forceinline__ ExpertChoice(const float (&logit)[kEach], u32 lane) : chosen(0) {
+    u32 rank[kEach];
+    rank_logits(logit, lane, rank);
+    choose(rank, lane);
+  }
   __device__ __forceinline__ void weigh(const float (&logit)[kEach], u32 lane) {
     score(logit, lane);
     normalise();
   }
 
  private:
+  static __device__ __forceinline__ void rank_logits(const float (&logit)[kEach], u32 lane, u32 (&rank)[kEach]) {
+    static_assert(kByLogits, "scores in the order of logits");
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) rank[i] = 32 * i + lane < L::kExperts ? rank_of(logit[i]) : 0;
+  }
+  // A reduction a turn, as long as no two of the experts have one rank.
+  __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane) {
+    u32 left[kEach];
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) left[i] = rank[i];
+#pragma unroll 1
+    for (u32 n = 0; n < L::kChosen; ++n) {
+      u32 best = left[0];
+#pragma unroll
+      for (u32 i = 1; i < kEach; ++i) best = max(best, left[i]);
+      const u32 highest = __reduce_max_sync(~0u, best);
+#pragma unroll
+      for (u32 i = 0; i < kEach; ++i)
+        if (left[i] == highest) left[i] = 0, chosen |= 1u << i;
+    }
+    if (__reduce_add_sync(~0u, __popc(chosen)) == L::kChosen) return;
+    chosen = 0;
+    choose(rank, lane, [](u32, u32) {});
+  }
+  // In any case, with the place of each.
   template <class Note>
   __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane, const Note& note) {
 #pragma unroll 1

@@ -133,6 +133,12 @@ struct Count {
   static constexpr u32 kValue = kCount;
 };
 
+// With several queries there are registers left beside few tiles of integers without zeros.
+template <class Op, Arithmetic = kArithmetic<Op>>
+inline constexpr bool kFewIntegers = false;
+template <class Op>
+inline constexpr bool kFewIntegers<Op, Arithmetic::kIntegers> = Op::kTiles <= 4 && !Op::Format::kZeros && !Op::kPermuted;
+
 // Slots whose weights are on their way to registers.
 struct Taken {
   u32 first, count, loaded;
@@ -157,16 +163,17 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   constexpr u32 kSlots = kMostQueries == 1 ? M::kQuantizedBatch : 1;
   constexpr u32 kLeast = kBatch < 2 && Op::kPairsSteps ? 2 : kBatch;
   constexpr u32 kTogether = kLeast > kSlotTiles * kSlots ? kLeast : kSlotTiles * kSlots;
+  // Slots are free after the multiply that follows their loads, so that no warp waits for a load before it needs it.
+  constexpr bool kReleasesLate = M::kReleasesLate && (kMostQueries == 1 || kFewIntegers<Op>);
   // Registers are shared with sums, scales and digits.
-  constexpr u32 kFewSlots = Op::kTiles > 4 || (kMostQueries > 1 && M::kReleasesLate) ? 0 : kMostQueries > 1 ? 1 : 3;
+  constexpr u32 kFewSlots = Op::kTiles > 4 || (kMostQueries > 1 && kReleasesLate) ? 0 : kMostQueries > 1 ? 1 : 3;
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
   // What becomes of FP8 in registers leaves no room for the next weights where threads have few.
   constexpr bool kPipelined = kMostQueries == 1 && (kMovesRegisters || kArithmetic<Op> != Arithmetic::kScaled);
-  // Slots are free after the multiply that follows their loads, so that no warp waits for a load before it needs it. Several
-  // queries that are gathered leave no register to wait with.
-  constexpr bool kLate = (kMostQueries > 1 && Op::kPermuted && kEarly == 0) || (M::kReleasesLate && (kMostQueries == 1 || Op::kTiles <= 4));
+  // Several queries that are gathered leave no register to wait with.
+  constexpr bool kLate = kReleasesLate || (kMostQueries > 1 && Op::kPermuted && kEarly == 0);
   // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
   constexpr u32 kLast = (kTiles - 1) / kTogether * kTogether;
   constexpr bool kMoves = kLast == 0 || (kEarly == 0 && kLast / kTogether % 2 == 0);
@@ -205,7 +212,7 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   // The latest slots, after a multiply. Gathered activations leave it no time: it has waited for all loads.
   const auto give_back = [&](Taken slots) {
     if constexpr (!kLate) return;
-    else if constexpr (M::kReleasesLate) ring.release(lane, slots.first, slots.count, slots.loaded);
+    else if constexpr (kReleasesLate) ring.release(lane, slots.first, slots.count, slots.loaded);
     else ring.release(lane, ring.before(slots.count), slots.count);
   };
   // `is_taken`: its first batch is in registers, or all that are early; of its slots `taken` are not given back. `again`: a whole turn
