@@ -250,6 +250,8 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
             # What is not timed is not built.
             with mock.patch.object(kernel, "BUILT_FOR", (queries[0], queries[-1])):
                 decoders.append(_decoder(plan, packed, positions, device, _build(asked)))
+                if asked.temperature:
+                    decoders[-1].prepare_sampling()
     for columns in asked.columns:
         seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
         power = dict[str, str]()

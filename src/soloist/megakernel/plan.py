@@ -259,12 +259,9 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         alone = self.queries == 1 and self.has_experts and self._is_quantized
         if alone and self._streams_little:
-            guesses = self.guesses_experts
-            return (
-                tuning.few_guessing_copies_in_flight
-                if guesses
-                else tuning.few_pausing_copies_in_flight
-            )
+            if self.guesses_experts:
+                return tuning.few_guessing_copies_in_flight
+            return tuning.few_pausing_copies_in_flight
         return tuning.pausing_copies_in_flight
 
     @property
@@ -311,9 +308,8 @@ class Plan:
         In a build for so many queries.
         """
         tuning = self.gpu.architecture.tuning
-        if queries == 1:
-            return self.has_experts and tuning.experts_release_late
-        return tuning.several_release_late
+        alone = self.has_experts and tuning.experts_release_late
+        return self._is_quantized and (alone if queries == 1 else tuning.several_release_late)
 
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""
