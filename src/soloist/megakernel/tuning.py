@@ -94,7 +94,7 @@ class Tuning:
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
-    few_pausing_copies_in_flight: tuple[int, int] = (5, 5)
+    few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     few_guessing_copies_in_flight: tuple[int, int] = (2, 3)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)

@@ -430,6 +430,8 @@ __device__ __forceinline__ void add_slots_of_warps(Context<M>& cx, const GlobalO
     multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead);
     cx.ring.advance(L::kChosen);
   }
+  // All sums are there. All slots have come, too, for which no warp but one has waited: who was ahead of a copy by the whole ring would
+  // take its old phase for the next one's end.
   cx.sync();
   if (cx.warp >= SlotOfWarp<typename L::Down>::kParts) return;
   const u32 own = cx.shared.converted() + cx.warp * 64 + cx.lane / 4 * 4;
