@@ -181,11 +181,12 @@ extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 q
   for (warp = 0; warp < kConsumerWarps; ++warp) run_warp(warp, run_lane);
 }
 
+template <class Op>
 static void run_lane_alone(u32 lane) {
-  if constexpr (kConverts<Any> && SlotOfWarp<Any>::kFits) {
-    const GlobalOperand<SlotOfWarp<Any>> of_warp(nullptr, Context{warp, lane, 1});
+  if constexpr (kConverts<Op> && SlotOfWarp<Op>::kFits) {
+    const GlobalOperand<SlotOfWarp<Op>> of_warp(nullptr, Context{warp, lane, 1});
     const auto operand = operand_of_slot(activations, of_warp, lane);
-    Ahead<SlotOfWarp<Any>> ahead;
+    Ahead<SlotOfWarp<Op>> ahead;
     ahead.fill(operand);
     multiply_slot(Ring<Kernel>(), warp, lane, operand, ahead);
   }
@@ -196,7 +197,7 @@ extern "C" u32 multiply_alone(const u8* packed, u64 bytes, const u8* given, u32 
                               float* results) {
   std::memcpy(shared, packed, bytes);
   activations = given, warp = which, slots_read = 0;
-  run_warp(warp, run_lane_alone);
+  run_warp(warp, run_lane_alone<Any>);
   const u32 at = kConvertedAt + warp * (kConvertedSteps * 128), parts = SlotOfWarp<Any>::kParts;
   std::memcpy(results, shared + at, parts * 16 * sizeof(float));  // [part][row]
   return slots_read == kWarpLanes ? parts : 0;

@@ -41,6 +41,7 @@ inline u32 __ballot_sync(u32, bool x) { return x; }
 inline bool __any_sync(u32, bool x) { return x; }
 inline bool __all_sync(u32, bool x) { return x; }
 inline u32 __reduce_max_sync(u32, u32 x) { return x; }
+inline u32 __reduce_add_sync(u32, u32 x) { return x; }
 inline u32 __reduce_min_sync(u32, u32 x) { return x; }
 inline void __syncwarp() {}
 inline u32 __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
