@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreter.mixtures import with_shared_mlp
 from interpreter.quantised import FORMATS, alike, formats_of
+from plan.shapes import MIXTURE as MIXTURE_SHAPE
 from plan.shapes import PUBLIC, SHAPES, SMALL, etude
 from soloist.errors import ShapeUnsupported
 from soloist.megakernel.gpu import TYPICAL
@@ -24,6 +26,7 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 
+MIXTURE = read_config(MIXTURE_SHAPE)
 KINDS = {kind: quantized_format(stored) for kind, stored in FORMATS.items()}
 
 
@@ -273,6 +276,32 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     )  # fmt: skip
     assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)
     assert ranks.quantized_batch_slots == 1
+
+
+def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
+    formats = formats_of(alike(config, kind))
+    plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
+    return plan.with_room_for(1, samples=False)
+
+
+def test_copies_of_experts_pause_where_experts_are_guessed() -> None:
+    guessed, chosen = of_experts("fp8-block"), of_experts("int4")
+    assert (guessed.guesses_experts, chosen.guesses_experts) == (True, False)
+    assert (guessed.waiting_copies_in_flight, guessed.copies_in_flight) == (2, (3, 3, 3))
+    assert (chosen.waiting_copies_in_flight, chosen.copies_in_flight) == (6, (6, 6, 6))
+    several = chosen.with_room_for(MAX_QUERIES, samples=False)
+    assert (several.waiting_copies_in_flight, several.copies_in_flight) == (2, (4, 4, 4))
+
+
+def test_slots_are_given_back_late_where_blocks_do_not_wait_for_the_memory() -> None:
+    def late(plan: Plan) -> tuple[bool, bool]:
+        return plan.releases_late(1), plan.releases_late(MAX_QUERIES)
+
+    assert late(of_experts("int4")) == (True, True)
+    assert late(of_experts("fp8-block", with_shared_mlp(MIXTURE))) == (False, True)
+    assert late(planned("llama-3.1-8b", "int4", "sm_90a")) == (False, True)
+    assert late(planned("llama-3.1-8b", "int4", "sm_89")) == (False, False)
+    assert late(make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"])) == (False, False)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

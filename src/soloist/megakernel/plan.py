@@ -20,7 +20,13 @@ from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
-from soloist.megakernel.program import matrix_shape, place_of, products_of, tensor_of
+from soloist.megakernel.program import (
+    has_shared_mlp,
+    matrix_shape,
+    place_of,
+    products_of,
+    tensor_of,
+)
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.tile import TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat, format_of
@@ -186,6 +192,12 @@ class Plan:
         return max((x.tiles_together for x in experts if self.queries == 1), default=0)
 
     @property
+    def _is_of_experts_alone(self) -> bool:
+        """Some layers are mixtures, and no MLP that all tokens take is beside their experts."""
+        layers = self.model.layers
+        return self.has_experts and not any(has_shared_mlp(layer) for layer in layers)
+
+    @property
     def _gates_shared(self) -> bool:
         """Some layer's MLP beside experts has a gate."""
         return any(kind.experts.gates_shared for kind in self.image.kinds if kind.experts)
@@ -308,7 +320,7 @@ class Plan:
         In a build for so many queries.
         """
         tuning = self.gpu.architecture.tuning
-        alone = self.has_experts and tuning.experts_release_late
+        alone = self._is_of_experts_alone and tuning.experts_release_late
         return self._is_quantized and (alone if queries == 1 else tuning.several_release_late)
 
     def depth_of(self, op: Operation, queries: int) -> int:

@@ -63,7 +63,8 @@ class Tuning:
             of blocks that stream at most `few_layer_bytes` of a layer, on one GPU.
         experts_release_late: of quantised mixtures with one query, slots are given back after the
             multiply that follows their loads: a warp waits for no load before it needs it, and the
-            ring has the slot later, which costs more where blocks wait for the memory.
+            ring has the slot later, which costs more where blocks wait for the memory. Not beside
+            an MLP that all tokens take, where registers spill.
         several_release_late: the same with several queries, of integers without zeros; others spill
             registers.
         early_slots: slots whose weights wait in registers while activations are on their way.

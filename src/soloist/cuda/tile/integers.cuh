@@ -255,8 +255,8 @@ template <class Op, bool kAgain>
 struct PairedSteps<Op, kAgain, true> {
   using Format = typename Op::Format;
   using Zero = Zeros<Format>;
-  // With one tile the sums of activations would take tensor cores as long as the tile does.
-  static constexpr bool kCentred = Zero::kShared && Op::kTiles == 1;
+  // With one tile the sums of activations would take tensor cores as long as the tile does. Where threads have few registers some spill.
+  static constexpr bool kCentred = Zero::kShared && kMovesRegisters && Op::kTiles == 1;
   Conversion<Op, kAgain> conversion;
   Converted x[2];
   i32 sums[4];

@@ -12,8 +12,8 @@ template <class Down>
 struct SlotOfWarp : Down {
   static constexpr u32 kParts = warps_with_columns<Down>(0);  // as many warps would have columns
   static constexpr u32 kSteps = Down::kPairsSteps ? 2 * kParts : (Down::kColumns + 63) / 64, kStepsAtOnce = kSteps;
-  // Whether a slot fills no more than one of the ring, and a block's rows are one tile.
-  static constexpr bool kFits = Down::kSteps <= Down::kSlotTiles && kSteps <= kConvertedSteps && Down::kEven &&
+  // Whether a slot fills no more than one of the ring, and a block's rows are one tile. Where threads have few registers some spill.
+  static constexpr bool kFits = kMovesRegisters && Down::kSteps <= Down::kSlotTiles && kSteps <= kConvertedSteps && Down::kEven &&
                                 Down::kMaxUnits * Down::kUnitHalves == 2 && Down::kTiles == 1;
 };
 template <class Down>
