@@ -239,7 +239,7 @@ def _build(asked: argparse.Namespace) -> Build:
 def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     positions = asked.context + max(asked.columns) + asked.rounds
-    list(_built(name, shape, variants, asked, read_settings().cache))
+    list(_built(name, shape, variants, asked, read_settings().cache))  # decoders find them there
     queries = _queries(asked)
     decoders, packed = list[Decoder](), None
     for variant in variants:

@@ -75,7 +75,10 @@ EARLY_OR_NOT = pytest.mark.parametrize("routes_early", ["after", "early", "guess
 
 @EARLY_OR_NOT
 @pytest.mark.usefixtures("routes_early")
-@pytest.mark.parametrize("name", ["half steps", "softmax", "shared, gated", "eight slots"])
+@pytest.mark.parametrize(
+    "name",
+    ["half steps", "softmax", "shared, gated", "eight slots", "shared beside eight slots"],
+)
 @pytest.mark.parametrize("kind", ["fp8-block", "fp8", "int4", "int4-zeros", "int4-offsets", "int8"])
 def test_quantised_experts(kind: str, name: str) -> None:
     """Decoding by one query and by eight, whose bits are those of one, and from a prompt on."""

@@ -61,11 +61,7 @@ MIXTURES: dict[str, ModelConfig] = {
 }
 # As many experts are chosen as a block has warps, and a block's rows are one tile.
 _EIGHT = Mixture(Router(20, 8, normalises=True), Mlp(200))
-MIXTURES["eight slots"] = _model(
-    _EIGHT,
-    replace(_EIGHT, expert=Mlp(768), shared=Mlp(72), gates_shared=True),
-    hidden_size=112,
-)
+MIXTURES["eight slots"] = _model(_EIGHT, replace(_EIGHT, expert=Mlp(768)), hidden_size=112)
 # Beside experts an MLP that all tokens take: with a gate, or without one after a dense layer. One
 # has as many neurons as an expert, one so few that some blocks have no rows of its gate and up, and
 # one several groups of tiles.
@@ -79,6 +75,9 @@ SHARED: Mapping[str, ModelConfig] = {
                 shared=Mlp(32),
             )
         ] * 2,
+    ),
+    "shared beside eight slots": _model(
+        *[replace(_EIGHT, shared=Mlp(72), gates_shared=True)] * 2, hidden_size=112
     ),
     "shared of several sizes": _model(
         replace(_USUAL, shared=Mlp(16)),

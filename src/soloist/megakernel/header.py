@@ -608,7 +608,7 @@ def _experts(plan: Plan) -> dict[str, Value]:
     if kinds:
         constants["kMostExperts"] = max(experts.router.num_experts for experts in kinds)
         constants["kMostLogits"] = max(experts.num_logits for experts in kinds)
-        constants["kHasSharedMlp"] = any("shared.down" in k.operations for k in plan.image.kinds)
+        constants["kHasSharedMlp"] = plan.has_shared_mlp
         constants["kGatesShared"] = plan.shared.gates_shared
         constants["kTraceChosen"] = num_time_words(plan)
         constants["kGuessSlots"] = plan.guess_slots

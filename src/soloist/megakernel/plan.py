@@ -20,13 +20,7 @@ from soloist.megakernel.lanes import shape_of_lanes
 from soloist.megakernel.layer_kind import CONVERTED_STEPS, LayerKind, Operation, Spread
 from soloist.megakernel.limits import LEAST_RING_SLOTS, MAX_QUERIES
 from soloist.megakernel.maths import require_kv, require_maths
-from soloist.megakernel.program import (
-    has_shared_mlp,
-    matrix_shape,
-    place_of,
-    products_of,
-    tensor_of,
-)
+from soloist.megakernel.program import matrix_shape, place_of, products_of, tensor_of
 from soloist.megakernel.shape import ModelShape, shape_of_ranks
 from soloist.megakernel.tile import TILE_ROWS
 from soloist.megakernel.weight_format import WeightFormat, format_of
@@ -135,6 +129,11 @@ class Plan:
         return self.image.experts_bytes > 0
 
     @property
+    def has_shared_mlp(self) -> bool:
+        """Some mixture has an MLP that all tokens take beside its experts."""
+        return any("shared.down" in kind.operations for kind in self.image.kinds)
+
+    @property
     def operations(self) -> tuple[Operation, ...]:
         """Every multiply of a round that differs from the others, the head last."""
         layers = [op for kind in self.image.kinds for op in kind.operations.values()]
@@ -190,12 +189,6 @@ class Plan:
         """Tiles of experts' gate_up that are added up side by side with one query; else 0."""
         experts = [kind.experts for kind in self.image.kinds if kind.experts]
         return max((x.tiles_together for x in experts if self.queries == 1), default=0)
-
-    @property
-    def _is_of_experts_alone(self) -> bool:
-        """Some layers are mixtures, and no MLP that all tokens take is beside their experts."""
-        layers = self.model.layers
-        return self.has_experts and not any(has_shared_mlp(layer) for layer in layers)
 
     @property
     def _gates_shared(self) -> bool:
@@ -317,11 +310,14 @@ class Plan:
     def releases_late(self, queries: int) -> bool:
         """Whether slots of quantised weights are given back after the multiply behind their loads.
 
-        In a build for so many queries.
+        In a build for so many queries. Of several only matrices of integers do
+        (`kFewIntegers` in cuda/tile/multiply.cuh).
         """
         tuning = self.gpu.architecture.tuning
-        alone = self._is_of_experts_alone and tuning.experts_release_late
-        return self._is_quantized and (alone if queries == 1 else tuning.several_release_late)
+        if queries > 1:
+            return self._is_quantized and tuning.several_release_late
+        is_mixture = self.has_experts and not self.has_shared_mlp
+        return self._is_quantized and is_mixture and tuning.experts_release_late
 
     def depth_of(self, op: Operation, queries: int) -> int:
         """Steps of a turn of a multiply's loop, in a build for so many queries."""
