@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -160,7 +161,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=VALUE[,…]")
     parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     parser.add_argument("--columns", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, default=128, help="first position")
+    parser.add_argument("--context", type=int, nargs="+", default=[128], help="first positions")
     parser.add_argument("--rounds", type=int, default=256, help="of a launch")
     parser.add_argument("--turns", type=int, default=5, help="of each variant")
     parser.add_argument("--launches", type=int, default=4, help="of a turn; power takes a second")
@@ -238,7 +239,7 @@ def _build(asked: argparse.Namespace) -> Build:
 
 def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    positions = asked.context + max(asked.columns) + asked.rounds
+    positions = max(asked.context) + max(asked.columns) + asked.rounds
     list(_built(name, shape, variants, asked, read_settings().cache))  # decoders find them there
     queries = _queries(asked)
     decoders, packed = list[Decoder](), None
@@ -252,20 +253,23 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
                 decoders.append(_decoder(plan, packed, positions, device, _build(asked)))
                 if asked.temperature:
                     decoders[-1].prepare_sampling()
-    for columns in asked.columns:
+    for context, columns in product(asked.context, asked.columns):
         seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
         power = dict[str, str]()
         for turn in range(asked.turns + 1):
             for variant, decoder in zip(variants, decoders, strict=True):
                 watched = gpu_uuid(device) if turn == asked.turns else None  # looking takes time
                 with variant.in_force(), watching(watched) as watch:
-                    times = [_round_us(decoder, columns, asked) for _ in range(asked.launches)]
+                    times = [
+                        _round_us(decoder, context, columns, asked) for _ in range(asked.launches)
+                    ]
                 if turn:  # the first one warms up
                     seen[variant.name] += times
                     if (clocks := watch.clocks) is not None:
                         told = f"{clocks.power_w.median:.0f} W at {clocks.sm_mhz.median:.0f} MHz"
                         power[variant.name] = told
-        print(f"{name}, {columns} columns, us a round; the last turn's power", flush=True)
+        what = f"{name}, {columns} columns from position {context} on"
+        print(f"{what}, us a round; the last turn's power", flush=True)
         first = median(seen[variants[0].name])
         for given, times in seen.items():
             told = power.get(given, "unknown")
@@ -307,14 +311,14 @@ def _weights(plan: Plan, shape: Shape, device: torch.device) -> PackedWeights:
     return pack_weights(plan, weights, device)
 
 
-def _round_us(decoder: Decoder, columns: int, asked: argparse.Namespace) -> float:
+def _round_us(decoder: Decoder, context: int, columns: int, asked: argparse.Namespace) -> float:
     """Mean of one launch, as the host sees tokens come."""
     choice, config = None, decoder.plan.model
     if asked.temperature:
         params = SamplingParams(temperature=asked.temperature, seed=1)
         counts = TokenCounts(config.vocab_size, random_prompt(config, _PROMPT_TOKENS))
         choice = Choice(params, counts)
-    queries = [Query(0, asked.context + c, [_FIRST_TOKEN], choice=choice) for c in range(columns)]
+    queries = [Query(0, context + c, [_FIRST_TOKEN], choice=choice) for c in range(columns)]
     decoder.start(queries, asked.rounds)
     times = [time.perf_counter() for _ in decoder.tokens()]
     return (times[-1] - times[0]) / (asked.rounds - 1) * 1e6

@@ -22,12 +22,14 @@ from interpreter.quantised import alike, formats_of, quantised
 from plan.shapes import MIXTURE
 from soloist.bench.agreement import forced_logits
 from soloist.engine import Completion, Engine, EngineConfig
+from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.pool import PagePool
+from soloist.megakernel.attention_plan import AttentionPlan
 from soloist.megakernel.header import Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import make_plan
-from soloist.megakernel.trace import chosen_experts
+from soloist.megakernel.trace import block_times, chosen_experts, spans
 from soloist.model.checkpoint import open_checkpoint
 from soloist.model.config import Mixture, ModelConfig
 from soloist.model.dtype import Dtype
@@ -172,6 +174,37 @@ def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None
     both = model.ranks.run([Query(0, 0, ids), Query(1, 0, ids)], 100)
     assert [round_[0] for round_ in both] == [round_[0] for round_ in tokens[0]]
     assert [round_[1] for round_ in both] == [round_[0] for round_ in tokens[0]]
+
+
+@EARLY_OR_NOT
+@pytest.mark.usefixtures("routes_early")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_attention_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They attend until the cache is split, in the midst of a launch: bits are those without."""
+    monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: PAGE_POSITIONS))
+    config, weights = MIXTURES[name], random_weights(MIXTURES[name])
+    plan = make_plan(config, Dtype.BF16, here(132))
+    assert plan.attention_blocks == plan.shape.kv_heads
+    model = Spread(config, plan, weights)
+    ids = prompt(config, TOKENS)
+    one_by_one = model.logits(ids, 1)
+    require_near(one_by_one, reference_logits(config, rounded(weights), ids))
+    assert torch.equal(model.logits(ids, 5), one_by_one), "a build for several queries has none"
+    # Launches that end before the border, at it, and behind it.
+    decoder, whole = model.decoders[0], model.ranks.run([Query(0, 0, ids)], TOKENS)
+    for begun in (PAGE_POSITIONS // 2, PAGE_POSITIONS - 1, PAGE_POSITIONS, PAGE_POSITIONS + 1):
+        first = model.ranks.run([Query(0, 0, ids[:begun])], begun)
+        rest = model.ranks.run([Query(0, begun, ids[begun:])], TOKENS - begun)
+        assert [*first, *rest] == whole
+    decoder.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
+    assert torch.equal(model.logits(ids, 1), one_by_one)
+    decoder.load(Build(trace_round=10))
+    model.ranks.run([Query(0, 0, ids)], 12)
+    *_, row = decoder.trace.tolist()
+    times = zip(spans(plan), pairwise(block_times(plan, row).marks_ns), strict=True)
+    attended = {span.layer: end - begin for span, (begin, end) in times if span.name == "pages"}
+    assert len(attended) == len(config.layers)
+    assert min(attended.values()) > 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

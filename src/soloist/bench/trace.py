@@ -165,7 +165,9 @@ def _traced(
     decoder = subject.model.decoder
     decoder.load(Build(trace_round=at_round, ablation=ABLATIONS[leaves_out]))
     decoder.run([Query(0, subject.start, tokens)], at_round + 2)
-    return [block_times(subject.model.plan, row) for row in decoder.trace.tolist()]
+    plan = subject.model.plan
+    # Blocks with weights: what attention blocks do shows as time that these wait for it.
+    return [block_times(plan, row) for row in decoder.trace[: plan.grid_blocks].tolist()]
 
 
 def ablate(plan: Plan) -> Ablations:

@@ -63,6 +63,7 @@ class Exchanges:
         kinds: of the model's layers.
         head: the LM head.
         attention: how the cache is split.
+        attention_blocks: see Plan.
     """
 
     shape: ModelShape
@@ -70,6 +71,7 @@ class Exchanges:
     kinds: tuple[LayerKind, ...]
     head: Operation
     attention: AttentionPlan
+    attention_blocks: int = 0
 
     @cached_property
     def operands(self) -> dict[str, Activations]:
@@ -126,6 +128,10 @@ class Exchanges:
             buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(logits), 4)
         if any(kind.guesses_experts for kind in self.kinds):
             buffers["guessed_logits"] = (EXCHANGE_COPIES, max(logits), 4)
+        if self.attention_blocks:
+            # How rounds ended, for blocks that choose no token; which of them have left.
+            buffers["outcome"] = (4,)
+            buffers["left"] = (self.attention_blocks, 4)
         if shape.meets:
             buffers["hidden_out"] = operand(_activations(self.head))
             buffers["squares_out"] = (EXCHANGE_COPIES, queries, blocks, 2 * 4)

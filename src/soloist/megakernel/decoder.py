@@ -114,7 +114,8 @@ class Decoder:
         self._workspace = torch.empty_like(self._fresh_workspaces[MAX_QUERIES])
         self.peers = [self]  # decoders of all ranks
         words = num_trace_words(plan)
-        self.trace = torch.zeros(plan.grid_blocks, words, dtype=torch.int64, device=device)
+        rows = plan.grid_blocks + plan.attention_blocks
+        self.trace = torch.zeros(rows, words, dtype=torch.int64, device=device)
         self.kept_logits = torch.zeros(
             KEPT_ROUNDS, MAX_QUERIES, plan.exchanges.logit_rows, dtype=torch.float32, device=device
         )
@@ -431,8 +432,10 @@ class Decoder:
         self._queries, self._most_rounds = prepared.num_queries, prepared.most_rounds
         self._launched_drafting = prepared.drafting
         self._signal_values[:] = 0
+        alone = prepared.num_queries == 1 and prepared.drafting is None
+        blocks = self.plan.grid_blocks + (self.plan.attention_blocks if alone else 0)
         prepared.module.launch(
-            self.plan.grid_blocks, THREADS, self._kernel.shared_bytes, [prepared.params],
+            blocks, THREADS, self._kernel.shared_bytes, [prepared.params],
             self._stream.cuda_stream, cooperative=self._is_alone,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from soloist.megakernel.layer_kind import LOADED_STEPS, LayerKind, Operation
 from soloist.megakernel.limits import CONSUMER_WARPS, EXCHANGE_COPIES, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan
 from soloist.megakernel.program import (
+    LAST,
     LAYER,
     OF_EXPERTS,
     PHASES,
@@ -120,7 +121,9 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             "#pragma once",
             '#include "ptx/types.cuh"',
             *_constants(
-                _of_kernel(first, build) | _conversion(plans.values()) | {"kTraceWords": words}
+                _of_kernel(first, build)
+                | _conversion(plans.values())
+                | {"kTraceWords": words, "kAttentionBlocks": attention_blocks(first, build)}
             ),
             *page_constants(),
             *tile_places(),
@@ -134,6 +137,11 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             "",
         ]
     )
+
+
+def attention_blocks(plan: Plan, build: Build) -> int:
+    """Of a build; see Plan. A kernel of several models drafts, and has none."""
+    return plan.attention_blocks if build.queries == 1 and not build.drafts else 0
 
 
 def _shared(plan: Plan) -> tuple[object, ...]:
@@ -177,6 +185,7 @@ def _of_kernel(plan: Plan, build: Build) -> dict[str, Value]:
         "kTraceRound": build.trace_round or 0,
         "kExchangeCopies": EXCHANGE_COPIES,
         "kLayerPhases": len(LAYER),
+        "kMarksOfRoundsEnd": sum(len(phase.marks) for phase in LAST),
         "kPagesPhase": next(i for i, phase in enumerate(LAYER) if phase.streams_pages),
         "kGateUpPhase": next(i for i, phase in enumerate(LAYER) if phase.name == OF_EXPERTS[0]),
         "kStepColumns": STEP_COLUMNS,
@@ -250,7 +259,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     constants |= _lanes(plan) | _experts(plan)
     names = (
         "sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out", "hidden_router",
-        "guessed_logits",
+        "guessed_logits", "outcome", "left",
     )  # fmt: skip
     constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
@@ -364,6 +373,7 @@ def _layer(
         "kWsGated": gated.offset,
         "kWsGatedBytes": gated.num_bytes,
         **_experts_of(kind, queries),
+        **_marks_of(kind),
     }
     for vector in (*_VECTORS, *(_ROUTER_VECTORS if kind.experts else ())):
         buffer = kind.vectors.get(vector)
@@ -400,6 +410,17 @@ def _layer(
         yield from _indented(_run_of_phase(model, image, phase, variants), 2)
     yield "  }"
     yield "};"
+
+
+def _marks_of(kind: LayerKind) -> dict[str, Value]:
+    """Marks of a traced layer before attention and behind it, for blocks that only attend."""
+    phases = phases_of(kind.layer)
+    attention = next(i for i, phase in enumerate(phases) if phase.streams_pages)
+    before, behind = phases[:attention], phases[attention + 1 :]
+    return {
+        "kMarksBefore": sum(len(phase.marks) for phase in before),
+        "kMarksBehind": sum(len(phase.marks) for phase in behind),
+    }
 
 
 def _run_of_phase(

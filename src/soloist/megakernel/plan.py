@@ -147,6 +147,21 @@ class Plan:
         return AttentionPlan(self.shape, self.blocks, self.gpu, self.kv_layout)
 
     @cached_property
+    def attention_blocks(self) -> int:
+        """Blocks without weights that attend to a round's only query, one for each KV head.
+
+        They run beside `grid_blocks` in builds for one query that do not draft, on SMs that would
+        have nothing to do. 0 where there are too few of these, and where some layer sees a window:
+        once a cache is split these blocks leave, and all layers have to be at that point together.
+        """
+        tuning, kv_heads = self.gpu.architecture.tuning, self.shape.kv_heads
+        idle = self.gpu.num_sms - self.grid_blocks
+        sees_all = all(layer.attention.window is None for layer in self.model.layers)
+        alone = self.ranks == 1 and not self.shape.has_lanes
+        wanted = tuning.has_attention_blocks and self.has_experts
+        return kv_heads if wanted and alone and sees_all and idle >= kv_heads else 0
+
+    @cached_property
     def kv_layout(self) -> KvLayout:
         """Where keys and values lie in the pages of a rank's pool."""
         shape, stored = self.shape, self.kv or PAGE_FORMATS[self.dtype]
@@ -155,7 +170,10 @@ class Plan:
     @cached_property
     def exchanges(self) -> Exchanges:
         """Buffers in global memory."""
-        return Exchanges(self.shape, self.blocks, self.image.kinds, self.head, self.attention)
+        return Exchanges(
+            self.shape, self.blocks, self.image.kinds, self.head, self.attention,
+            self.attention_blocks,
+        )  # fmt: skip
 
     @cached_property
     def shared(self) -> SharedMemory:

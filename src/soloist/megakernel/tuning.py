@@ -87,6 +87,9 @@ class Tuning:
             and gate_up of the chosen experts has at least so many bytes for each block. Fewer come
             quickly once the choice is known, and disturb the exchanges before it. None: never.
         unguessed_slots: of the ring, that are left free of them for experts that the guess misses.
+        has_attention_blocks: SMs that have no weights of a mixture attend to a round's only query,
+            as long as one block serves a KV head's cache. Its pages are there before q, k and v
+            are, and no block with weights is late for what follows. On one GPU only.
     """
 
     copies_in_flight: int = 3
@@ -128,8 +131,9 @@ class Tuning:
     paired_warp_tiles: int = 2
     coded_paired_dim: int = 128
     routes_early: bool = True
-    least_guessed_bytes: int | None = 128 * 1024
+    least_guessed_bytes: int | None = 256 * 1024
     unguessed_slots: int = 3
+    has_attention_blocks: bool = True
 
 
 HOPPER = Tuning()
@@ -144,6 +148,7 @@ NEWER = replace(
     several_release_late=False,
     coded_paired_dim=64,
     least_guessed_bytes=None,
+    has_attention_blocks=False,
 )
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)

@@ -170,11 +170,12 @@ MAIN = r"""
 using M = Kernel;
 struct L {
   using M = Kernel;
-  static constexpr bool kQkNorm = false, kQkvBias = false;
+  static constexpr bool kQkNorm = false, kQkvBias = false, kRoutesEarly = false;
   struct Qkv { static constexpr u32 kUnits = kProjectedRows / 8; };
   static u64 vectors(u32) { return 0; }
 };
 constexpr u32 kAttentionMarks = 4;
+template <class L> void touch_router(const Context<M>&, u32) {}
 namespace text {
 OF_ATTENTION
 }
@@ -286,6 +287,7 @@ def built(plan: Plan, queries: int, folder: Path) -> Built:
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": queries, "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32, "kChunkPages": plan.attention.chunk_pages,
+        "kAttentionBlocks": 0, "kNumBlocks": plan.blocks,
         "kAttendedColumns": shape.query_heads * shape.head_dim,
         "kProjectedRows": (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim,
     }  # fmt: skip

@@ -111,7 +111,10 @@ extern "C" void route(u8* workspace, const float* vectors, const float* factors,
     run_lanes(0, kConsumerThreads, [&](u32 thread) {
       Context<Model> cx{params, {shared}, 3, block, thread / 32, thread % 32, thread, {queries}, 7,
                         scales[thread / 32]};
-      route_early<L>(cx, 0);
+      u32 called = 0;
+      touch_router<L>(cx, 0);
+      route_early<L>(cx, 0, [&] { ++called; });
+      if (called != 1) std::abort();
     });
   }
 }

@@ -28,11 +28,14 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   });
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
-  float* now = projected<L>(cx, cx.layers_done, cx.warp) + first;
+  constexpr bool kByAll = kMostQueries == 1 && L::kExperts > 0;  // all warps add up rows of the only query
+  const u32 query = kByAll ? 0 : cx.warp;
+  float* now = projected<L>(cx, cx.layers_done, query) + first;
   reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
-    if (cx.warp >= cx.queries) return;
+    if (query >= cx.queries) return;
 #pragma unroll 1
-    for (u32 r = start + cx.lane; r < end; r += 32) store_exchanged(now + r, present(reduction.get(cx.warp, r - start)));
+    for (u32 r = start + (kByAll ? cx.thread : cx.lane); r < end; r += kByAll ? kConsumerThreads : 32)
+      store_exchanged(now + r, present(reduction.get(query, r - start)));
   });
   scale.settle(cx, in);
   cx.mark();
@@ -40,10 +43,10 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
 
 inline constexpr u32 kAttentionMarks = 4;
 
-// `layer` is a reference: where threads have few registers it is parked meanwhile.
-template <class L, class M>
+// `layer` is a reference: where threads have few registers it is parked meanwhile. kOnlyAttends: by an attention block.
+template <bool kOnlyAttends = false, class L, class M>
 __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
-  cx.begin(Phase::kAttention);
+  if constexpr (!kOnlyAttends) cx.begin(Phase::kAttention);
   if (own_head(cx) >= M::kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
@@ -57,12 +60,13 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
+    if constexpr (L::kRoutesEarly && !kOnlyAttends) touch_router<L>(cx, layer);
     prepare_heads<L>(cx, layer, own_head(cx), groups);
     cx.mark();
     LaneMerge<M> merging;
 #pragma unroll 1
     for (;;) {
-      attend_group(cx, layer, own, stored, g, work, rows, merging);
+      attend_group<kOnlyAttends>(cx, layer, own, stored, g, work, rows, merging);
       own &= own - 1;
       if (!own) break;
       if constexpr (kParks<M>) groups = grouped();
@@ -90,10 +94,18 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);
   const RankRows<MidStream<M>> ranks(cx, cx.layers_done, M::Residual::first_unit(cx.block) * 8 + cx.lane);
-  if constexpr (L::kRoutesEarly) route_early<L>(cx, layer);
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx, L::vectors(layer));
   Sums<AttentionOutput> sums;
-  multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] { cx.arrived(); });
+  const auto arrived = [&] { cx.arrived(); };
+  if constexpr (L::kRoutesEarly && kMostQueries == 1 && !AttentionOutput::kPermuted) {
+    // Logits are added up while activations, which have come for them, are on their way once more, in the order of the product.
+    Ahead<AttentionOutput> ahead;
+    route_early<L>(cx, layer, [&] { ask_for_first(ahead, operand); });
+    multiply_owned<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums, arrived);
+  } else {
+    if constexpr (L::kRoutesEarly) route_early<L>(cx, layer, [] {});
+    multiply_owned<AttentionOutput>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
+  }
   cx.mark();
   add_to_stream<MidStream<M>>(cx, sums, cx.layers_done, vectors, ranks, layer);
   listen<InStream<M>>(cx, layer);

@@ -333,28 +333,6 @@ __device__ __forceinline__ GlobalOperand<typename L::Down> slot_operand(const Co
   return operand;
 }
 
-// Ask for all activations of a slot, of steps that are in flight together; whether they have come.
-template <class Op>
-__device__ __forceinline__ void ask_for_slot(Ahead<Op>& ahead, const GlobalOperand<Op>& operand) {
-  if constexpr (kConverts<Op>) {
-    ahead.load(operand, 0);
-  } else {
-#pragma unroll
-    for (u32 d = 0; d < Op::kDepth; ++d) ahead.load(operand, d, d);
-  }
-}
-template <class Op>
-__device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
-  if constexpr (kConverts<Op>) {
-    return ahead.is_there();
-  } else {
-    float missing = 0.0f;
-#pragma unroll
-    for (u32 d = 0; d < Op::kDepth; ++d) missing = ahead.missing(d, missing);
-    return __all_sync(~0u, missing == 0.0f);
-  }
-}
-
 // A block's rows of one expert; activations that come next take the place of those that were used.
 template <bool kAgain, class Op, class M>
 __device__ __forceinline__ void multiply_rows(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
@@ -519,7 +497,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
     // With several queries there are too few registers to ask for a slot's activations meanwhile.
     constexpr bool kAsks = kAtOnce && kMostQueries == 1;
     const auto operand = slot_operand<L>(cx, gated, 0, slots.queries[0], layer);
-    if constexpr (kAsks) ask_for_slot(ahead, operand);
+    if constexpr (kAsks) ask_for_first(ahead, operand);
     add_shared<L>(cx, layer, units, totals);
     if constexpr (kAtOnce)
       if (!kAsks || !has_come(ahead)) ahead.fill(operand);
@@ -540,7 +518,7 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
       const auto operand = slot_operand<L>(cx, gated, slot, slots.queries[slot], layer);
       const auto following = slot_operand<L>(cx, gated, after, slots.queries[after], layer);
       Ahead<Down> next;
-      ask_for_slot(next, following);
+      ask_for_first(next, following);
       multiply_rows<false>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums);
       if (!has_come(next)) next.fill(following);
       ahead = next;

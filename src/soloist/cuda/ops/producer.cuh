@@ -132,9 +132,9 @@ struct Producer {
   // others wait for them, and where they are many they take longer than all else: so as many copies are in flight as the
   // ring has room for. In between all blocks would ask for theirs while q, k and v are exchanged, and that would wait.
   __device__ __forceinline__ void pages(const Control& control, u32 layer) {
-    const u32 head = lane_block<M>() / M::kSplits;
+    const u32 head = head_of_block<M>(lane_block<M>());
     if (head >= M::kKvHeads) return;
-    const QueryGroups<M> groups(control, layer, lane_block<M>() % M::kSplits, control.queries, lane);
+    const QueryGroups<M> groups(control, layer, place_of_block<M>(lane_block<M>()), control.queries, lane);
 #pragma unroll 1
     for (u32 own = groups.own; own; own &= own - 1) {
       const QueryGroup g = groups.at(control, __ffs(own) - 1);

@@ -3,9 +3,10 @@
 // Warps 0-7 of a block multiply, attend and choose tokens (`consume`); warp 8 streams weights and KV
 // pages into the ring ahead of them (`produce`); warp 9 of block 0 talks to the host (`report`); warp 10
 // makes exchange buffers ready for their next use (`clean`); warp 11 sees to it that no wait lasts (`watch`).
+// Of an attention block (ops/attention_block.cuh) warps 0-7 attend alone, and warp 8 streams pages alone.
 // Order of phases only; each phase is a file in ops/, and the generated header says which a layer has.
 #pragma once
-#include "ops/attention.cuh"
+#include "ops/attention_block.cuh"
 #include "ops/choose.cuh"
 #include "ops/clean.cuh"
 #include "ops/experts.cuh"
@@ -15,9 +16,6 @@
 #include "ops/produce.cuh"
 #include "ops/speculate.cuh"
 #include "ptx/registers.cuh"
-
-// Arrivals that end a round: racecheck needs one from every lane that wrote the outcome.
-inline constexpr u32 kRoundArrivals = kRacecheck ? 32 : 1;
 
 struct Barriers {
   u32 round;     // consumers -> producer: the round's outcome is known
@@ -75,6 +73,11 @@ __device__ __forceinline__ void conclude(Context<M>& cx, const Barriers& barrier
     ended = __any_sync(~0u, ended);
     __syncwarp();  // what other lanes wrote belongs to the arrivals of lane 0
     if (cx.lane == 0) control.stop = ended || control.yield_agreed || cx.round + 1 == control.rounds;
+    if constexpr (kAttentionBlocks > 0) {
+      if (cx.is_first() && cx.lane == 0) tell_outcome<M>(cx.params, cx.round, control.stop);
+      const i32 next = control.position[0];
+      if (!ended) await_attention_blocks<M>(cx.params, next - cx.params.launch->query[0].stride, next, cx.lane);
+    }
     if (cx.lane < kRoundArrivals) {
       mbarrier_arrive(barriers.round);
       if (cx.is_first()) mbarrier_arrive(barriers.emit);
@@ -205,23 +208,29 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   if constexpr (kSamples) prepare_sampling<M>(*params.launch);
   if constexpr (kDrafts) begin_drafting(draft_control(*control), draft_buffers<M>(params), blockIdx.x, thread);
   __syncthreads();
+  const bool attends = is_attention_block(blockIdx.x);
+  if constexpr (kAttentionBlocks > 0)
+    if (attends && is_split<M>(control->position[0])) return;
   if (Role::kIsNew ? warp >= kConsumerWarps : Role::kHelps) {
     if constexpr (Role::kIsNew) give_registers();
-    if (warp == kConsumerWarps)
+    if (kAttentionBlocks > 0 && attends && warp == kConsumerWarps)
+      produce_pages<M>(params, control, where, ring, barriers.round, lane);
+    else if (warp == kConsumerWarps)
       produce<M>(params, control, where, ring, barriers.round, barriers.chosen, lane);
     else if (warp == kConsumerWarps + 1 && blockIdx.x == 0 && lane == 0)
       // Its address anew: the compiler spills it rather than keep it until here.
       report<M>(params, at_shared<Control>(kept_address(dynamic) + M::kRingBytes + M::kShControl), barriers);
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch<M>(where, params.fault, finished, ring.full, ring.empty, [&] { return missing_ranks<M>(params, where); });
-    else if (warp == kConsumerWarps + 2)
+    else if (warp == kConsumerWarps + 2 && !attends)
       clean<M>(params, control, barriers.cleanable, barriers.cleaned, lane);
     then(KnownWarp<true>{});
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{ring.base, ring.full, ring.empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
                control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen, 0};
-    consume(cx, barriers, all_barriers);
+    if (kAttentionBlocks > 0 && attends) attend_rounds<M>(params, control, where, ring, barriers.round);
+    else consume(cx, barriers, all_barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go
     then(KnownWarp<false>{});
   }

@@ -39,6 +39,12 @@ struct RouterRow {
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i) load_part(i, thread, weights[i]);
   }
+  // What the thread will load comes to the L1.
+  static __device__ __forceinline__ void touch_row(const float* row, u32 thread) {
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      if (const u32 k = i * kColumns + thread * 8; k < kLength) touch(row + k);
+  }
   __device__ __forceinline__ void load_part(u32 i, u32 thread, float4 (&part)[2]) const {
     const u32 k = i * kColumns + thread * 8;
     if (k < kLength) load_router(row + k, part);
@@ -143,11 +149,24 @@ __device__ __forceinline__ float published_guess(const Context<M>& cx, u32 row) 
   return x;
 }
 
+// What a block that attends multiplies for its logits comes to its L1 meanwhile: it has no time left for that behind attention, while all
+// others wait for it.
+template <class L, class M>
+__device__ __forceinline__ void touch_router(const Context<M>& cx, u32 layer) {
+  constexpr u32 kAttended = M::kQueryHeads * M::kHeadDim;
+  const u32 first = L::first_router_row(cx.block);
+  if (first == L::first_router_row(cx.block + 1)) return;
+  const float* vectors = cx.vectors(L::vectors(layer));
+  if constexpr (!L::kGuesses) RouterRow<M::kHidden>::touch_row(vectors + L::kVecRouter + first * M::kHidden, cx.thread);
+  RouterRow<kAttended>::touch_row(vectors + L::kVecRouterOutput + first * kAttended, cx.thread);
+}
+
 // Logits beside attention_output, one exchange before the residual is known. They are linear in what attention gives:
 // R (x + Wo a) = R x + (R Wo) a, where the loader made R Wo. The first part is there while attention is on its way.
-// Published without the residual's norm, which is positive and follows.
-template <class L, class M>
-__device__ __forceinline__ void route_early(Context<M>& cx, u32 layer) {
+// Published without the residual's norm, which is positive and follows. `came`: called once, when what attention gives is there for all
+// of the warp's logits.
+template <class L, class Came, class M>
+__device__ __forceinline__ void route_early(Context<M>& cx, u32 layer, const Came& came) {
   constexpr u32 kAttended = M::kQueryHeads * M::kHeadDim, kSums = kConsumerWarps * kMostQueries;
   const u32 first = L::first_router_row(cx.block), end = L::first_router_row(cx.block + 1);
   const float* vectors = cx.vectors(L::vectors(layer));
@@ -156,6 +175,7 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer) {
   float* parts = reinterpret_cast<float*>(cx.shared.base + M::kShExpertLogits);  // [row % 2][of what][warp][query]
   RouterRow<M::kHidden> row;
   RouterRow<kAttended> product;
+  if (first == end) came();
 #pragma unroll 1
   for (u32 r = first; r < end; ++r) {
     float* now = parts + r % 2 * (2 * kSums);
@@ -168,6 +188,7 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer) {
     }
     product.load(vectors + L::kVecRouterOutput + r * kAttended, cx.thread);
     product.add_up(cx, attended, now + kSums);
+    if (r + 1 == end) came();
     cx.sync();
     if (cx.warp < cx.queries && cx.lane == 0) {
       float of_stream = guessed, of_attention = 0.0f;

@@ -26,6 +26,9 @@ struct Control {
   u32 waits;  // the consumers wait for other blocks: copies are to leave them the way
 };
 
+// Arrivals that end a round: racecheck needs one from every lane that wrote the outcome.
+inline constexpr u32 kRoundArrivals = kRacecheck ? 32 : 1;
+
 // The block's shared memory: the ring, then what the plan lays out.
 extern __shared__ __align__(128) u8 dynamic[];
 

@@ -276,14 +276,36 @@ __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, cons
   else multiply_quantized<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
 }
 
-// The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none.
-template <class Op, class Arrived, class M>
+// Asks for activations of the first steps, those that are in flight together; whether they have come.
+template <class Op>
+__device__ __forceinline__ void ask_for_first(Ahead<Op>& ahead, const GlobalOperand<Op>& operand) {
+  if constexpr (kConverts<Op>) {
+    ahead.load(operand, 0);
+  } else {
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) ahead.load(operand, d, d);
+  }
+}
+template <class Op>
+__device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
+  if constexpr (kConverts<Op>) {
+    return ahead.is_there();
+  } else {
+    float missing = 0.0f;
+#pragma unroll
+    for (u32 d = 0; d < Op::kDepth; ++d) missing = ahead.missing(d, missing);
+    return __all_sync(~0u, missing == 0.0f);
+  }
+}
+
+// The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none. kAsked:
+// the first activations were asked for.
+template <bool kAsked, class Op, class Arrived, class M>
 __device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
-                                               Sums<Op>& sums, const Arrived& arrived) {
+                                               Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
-  Ahead<Op> ahead;
   const auto fill = [&] {
-    ahead.fill(operand);
+    if (!kAsked || !has_come(ahead)) ahead.fill(operand);
     arrived();
   };
   if constexpr (Op::kEven) {
@@ -295,4 +317,10 @@ __device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane
   } else {
     arrived();
   }
+}
+template <class Op, class Arrived, class M>
+__device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
+                                               Sums<Op>& sums, const Arrived& arrived) {
+  Ahead<Op> ahead;
+  multiply_owned<false>(ring, warp, lane, units, operand, ahead, sums, arrived);
 }

@@ -89,7 +89,8 @@ __device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32
   }
 }
 
-template <class M>
+// kOnlyAttends: by an attention block.
+template <bool kOnlyAttends, class M>
 __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
                                              const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
   if (known.end == 0 && merging.count == 0) return;
@@ -104,13 +105,17 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const u32 lane = kHasCodes<M> && kKeepsQuery<M> ? __shfl_sync(~0u, cx.lane, cx.lane) : cx.lane;
   Softmax<M> softmax;
   softmax.clear();
-  // Half of the ring at a time: the other half is filled meanwhile. A slot that holds a page begins with the
-  // page's first half page that is seen.
-  constexpr u32 kSlotHalfPages = M::kPageSlot ? 2 : 1, kSlots = M::kRingSlots / 2;
+  // Half of the ring at a time: the other half is filled meanwhile. Of an attention block all of it, which has time until the next layer.
+  // A slot that holds a page begins with the page's first half page that is seen.
+  constexpr u32 kSlotHalfPages = M::kPageSlot ? 2 : 1;
+  constexpr u32 kMost = kOnlyAttends ? M::kRingSlots : M::kRingSlots / 2;
+  const auto publish = [&] {
+    merging.template gather<kOnlyAttends>(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
+  };
   bool appended = false;
 #pragma unroll 1
   for (u32 begin = work.skipped; begin < work.end;) {
-    const u32 origin = M::kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kSlots * kSlotHalfPages);
+    const u32 origin = M::kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kMost * kSlotHalfPages);
     const u32 slots = (stop - origin + kSlotHalfPages - 1) / kSlotHalfPages;
     const auto keys_of = [&](u32 half_page) {
       const u32 slot = (half_page - origin) / kSlotHalfPages;
@@ -140,6 +145,7 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, kBeginsInHalf<M> && rows.first & 8, keys, values,
                                                            scales, start, rows.last, window, partly, cx.lane);
     }
+    if (kOnlyAttends && stop == work.end) publish();  // nobody waits for its slots
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.
     if (cx.lane < slots) cx.ring.wait(cx.lane);
@@ -151,5 +157,5 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
     begin = stop;
   }
   unpark(cx, layer, own, stored, merging.count, group);
-  merging.gather(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
+  if (!kOnlyAttends) publish();
 }

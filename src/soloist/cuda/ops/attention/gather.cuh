@@ -42,13 +42,14 @@ struct LaneMerge {
 
   // Softmaxes of a group's queries come to shared memory, [lane][row][D]; none of an empty split. `last`: no group comes
   // after it.
+  template <bool kTogether>
   __device__ __forceinline__ void gather(const Context<M>& cx, const Softmax<M>& softmax, const QueryGroup& g, u32 first_row,
                                          u32 head, bool empty, bool last) {
     if constexpr (kMostQueries == 1) {
       if (empty) return;
       gather_one(cx, softmax, first_row);
       count = 1, newest = Gathered::of(0, g);
-      merge(cx, head);
+      merge<kTogether>(cx, head);
     } else {
       gather_several(cx, softmax, g, first_row, head, empty, last);
     }
@@ -94,7 +95,7 @@ struct LaneMerge {
       newest = Gathered::of(first, g);
       count += queries;
       first += queries;
-      if (count == kGatheredQueries<M> || (last && first == g.end)) merge(cx, head);
+      if (count == kGatheredQueries<M> || (last && first == g.end)) merge<false>(cx, head);
       if (first == g.end) break;
     }
   }
@@ -118,17 +119,20 @@ struct LaneMerge {
     }
   }
 
-  // What was gathered is merged, lane after lane, and published.
+  // What was gathered is merged, lane after lane, and published. kTogether: a thread merges all pairs that it has of one query first.
+  template <bool kTogether>
   __device__ __forceinline__ void merge(const Context<M>& cx, u32 head) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
+    constexpr u32 kPairs = M::kGroup * (M::kHeadDim / 2);  // of a query
     const float* values = reinterpret_cast<const float*>(cx.shared.reduce());
     const float2* stats = cx.shared.stats();
     u8* attended = attended_operand(cx, cx.layers_done);
-    cx.sync();
-#pragma unroll 1
-    for (u32 i = cx.thread; i < (kMostQueries == 1 ? 1 : count) * M::kGroup * (M::kHeadDim / 2); i += kConsumerThreads) {
+    struct Merged {
+      float x, y, top, total;
+    };
+    // A pair of values, over all softmaxes.
+    const auto merged = [&](u32 i) -> Merged {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
-      const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       float2 part[M::kSoftmaxLanes];
       float top = -kInfinity;
 #pragma unroll
@@ -147,17 +151,35 @@ struct LaneMerge {
         y += sum.y * weight;
         total += part[v].y * weight;
       }
+      return {x, y, top, total};
+    };
+    const auto publish = [&](u32 i, const Merged& all) {
+      const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
+      const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       const u32 query_head = head * M::kGroup + row % M::kGroup;
       if (of.is_unsplit()) {
-        const float scale = __fdividef(1.0f, total);
+        const float scale = __fdividef(1.0f, all.total);
         store_exchanged(operand_value(attended, kMostQueries == 1 ? 0 : of.query(), query_head * M::kHeadDim + d),
-                        present(pack_pair(x * scale, y * scale)));
-        continue;
+                        present(pack_pair(all.x * scale, all.y * scale)));
+        return;
       }
       float* to = partial_values(cx, cx.layers_done, kMostQueries == 1 ? 0 : of.query(), query_head) + of.split() * M::kHeadDim;
-      store_exchanged(to + d, present(x), present(y));
+      store_exchanged(to + d, present(all.x), present(all.y));
       if (d == 0)
-        store_exchanged(partial_stats(cx, cx.layers_done, of.query(), query_head) + of.split(), present(top), present(total));
+        store_exchanged(partial_stats(cx, cx.layers_done, of.query(), query_head) + of.split(), present(all.top), present(all.total));
+    };
+    cx.sync();
+    if constexpr (kTogether) {
+      constexpr u32 kEach = (kPairs + kConsumerThreads - 1) / kConsumerThreads;
+      Merged own[kEach];
+#pragma unroll
+      for (u32 n = 0; n < kEach; ++n) own[n] = merged(min(cx.thread + n * kConsumerThreads, kPairs - 1));
+#pragma unroll
+      for (u32 n = 0; n < kEach; ++n)
+        if (const u32 i = cx.thread + n * kConsumerThreads; i < kPairs) publish(i, own[n]);
+    } else {
+#pragma unroll 1
+      for (u32 i = cx.thread; i < (kMostQueries == 1 ? 1 : count) * kPairs; i += kConsumerThreads) publish(i, merged(i));
     }
     cx.sync();
     count = 0;

@@ -18,11 +18,19 @@ __device__ __forceinline__ u32 split_bits_of(u32 layer, i32 position) {
   return seen < M::kUnsplitPositions ? 0 : min(M::kSplitBits, 32 - __clz(seen / M::kSplitPositions));
 }
 
-// What the block serves: a KV head, as one of its blocks. The last blocks may have none.
+// What a block serves: a KV head, as one of its blocks. The last blocks may have none. An attention block (kAttentionBlocks) has a head,
+// and no place among those that share a cache.
+__device__ __forceinline__ bool is_attention_block(u32 block) { return kAttentionBlocks > 0 && block >= kNumBlocks; }
 template <class M>
-__device__ __forceinline__ u32 own_head(const Context<M>& cx) { return cx.block / M::kSplits; }
+__device__ __forceinline__ u32 head_of_block(u32 block) {
+  return is_attention_block(block) ? block - kNumBlocks : block / M::kSplits;
+}
 template <class M>
-__device__ __forceinline__ u32 own_place(const Context<M>& cx) { return cx.block % M::kSplits; }
+__device__ __forceinline__ u32 place_of_block(u32 block) { return is_attention_block(block) ? M::kSplits : block % M::kSplits; }
+template <class M>
+__device__ __forceinline__ u32 own_head(const Context<M>& cx) { return head_of_block<M>(cx.block); }
+template <class M>
+__device__ __forceinline__ u32 own_place(const Context<M>& cx) { return place_of_block<M>(cx.block); }
 
 // Consecutive queries of one sequence at rising positions, which have as many splits.
 struct QueryGroup {
@@ -49,6 +57,7 @@ struct QueryGroups {
       split_bits = split_bits_of<M>(layer, c.position[0]);
       split = (place - layer / M::kRotationLayers) % M::kSplits;
       own = split >> split_bits == 0;
+      if (kAttentionBlocks > 0 && split_bits == 0) split = 0, own = place == M::kSplits;
       return;
     }
     const u32 mine = min(lane, queries - 1), all = (1u << queries) - 1;
