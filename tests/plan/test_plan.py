@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from plan.shapes import (
     LANEFORMER,
+    MIXTURE,
     PUBLIC,
     SHAPES,
     SMALL,
@@ -23,7 +24,7 @@ from plan.shapes import (
 from soloist.errors import GpuUnsupported, ShapeUnsupported
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.megakernel.gpu import TYPICAL, Gpu, arch_from_capability, gpu_from_capability
-from soloist.megakernel.header import header
+from soloist.megakernel.header import Build, header
 from soloist.megakernel.layout import ALIGNMENT, Buffer, stack
 from soloist.megakernel.limits import CONSUMER_WARPS, LEAST_RING_SLOTS, MAX_QUERIES, THREADS
 from soloist.megakernel.plan import Plan, make_plan
@@ -32,6 +33,8 @@ from soloist.model.config import Lanes, Layer, Mlp, ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
 from soloist.model.rope import Rope
+
+HOPPER = TYPICAL["sm_90a"]
 
 
 def require_sound(plan: Plan) -> None:
@@ -386,3 +389,36 @@ def test_one_greedy_query_leaves_the_ring_more_room(name: str, ranks: int) -> No
     assert single.shared.reduce_bytes // 2 >= CONSUMER_WARPS * rows * 4
     values = plan.attention.softmax_lanes * plan.shape.group * plan.shape.head_dim
     assert single.shared.reduce_bytes >= values * 4
+
+
+def test_attention_blocks_are_a_mixtures_on_sms_without_weights() -> None:
+    mixture = read_config(MIXTURE)
+
+    def blocks(model: ModelConfig = mixture, *, ranks: int = 1, gpu: Gpu = HOPPER) -> int:
+        plan = make_plan(model, Dtype.BF16, gpu, ranks)
+        assert {"outcome", "left"} <= plan.exchanges.workspace.keys() or not plan.attention_blocks
+        return plan.attention_blocks
+
+    first, *others = mixture.layers
+    windowed = replace(first, attention=replace(first.attention, window=128))
+    assert blocks() == 4, "one for each KV head"
+    assert blocks(gpu=replace(HOPPER, num_sms=131)) == 0, "three are left beside 128"
+    assert blocks(replace(mixture, layers=(windowed, *others))) == 0, "it is never split"
+    assert blocks(ranks=2) == 0
+    assert blocks(etude()) == 0
+    assert blocks(gpu=TYPICAL["sm_80"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [
+        (Build(queries=1), 4),
+        (Build(queries=1, samples=True), 4),
+        (Build(queries=1, drafts=True), 0),
+        (Build(queries=MAX_QUERIES), 0),
+    ],
+)
+def test_attention_blocks_serve_one_query(build: Build, count: int) -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, HOPPER)
+    assert f"kAttentionBlocks = {count}u;" in header(plan, build)
+    assert "kNumBlocks = 128u;" in header(plan, build), "those with weights"

@@ -164,10 +164,11 @@ def _traced(
     """Marks of one round of a build, which is given these tokens first."""
     decoder = subject.model.decoder
     decoder.load(Build(trace_round=at_round, ablation=ABLATIONS[leaves_out]))
+    decoder.trace.zero_()
     decoder.run([Query(0, subject.start, tokens)], at_round + 2)
-    plan = subject.model.plan
-    # Blocks with weights: what attention blocks do shows as time that these wait for it.
-    return [block_times(plan, row) for row in decoder.trace[: plan.grid_blocks].tolist()]
+    # Attention blocks have left where the cache is split.
+    rows = (row for row in decoder.trace.tolist() if any(row))
+    return [block_times(subject.model.plan, row) for row in rows]
 
 
 def ablate(plan: Plan) -> Ablations:

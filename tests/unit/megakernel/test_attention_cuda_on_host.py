@@ -216,7 +216,9 @@ extern "C" void attend(const i32* sequences, const i32* positions, u32 queries, 
   const Shared<M> of_block{shared + kBuffersAt};
   missed = twice = 0, backwards = last_first;
   const auto each_block = [&](const auto& does) {
-    for (u32 block = 0; block < M::kSplits * M::kKvHeads; ++block) {
+    for (u32 i = 0; i < M::kSplits * M::kKvHeads + kAttentionBlocks; ++i) {
+      const u32 sharing = M::kSplits * M::kKvHeads;
+      const u32 block = i < sharing ? i : kNumBlocks + i - sharing;
       std::memset(shared, 0xFF, sizeof shared);  // no number, where nobody wrote
       Control& control = of_block.control();
       control.queries = queries;
@@ -236,10 +238,14 @@ extern "C" void attend(const i32* sequences, const i32* positions, u32 queries, 
     });
   };
   each_block([&](u32 block) {
-    produce(params, of_block.control(), layer, block % M::kSplits, block / M::kSplits);
-    run(block, [](Context<M>& cx, u32& of_layer) { text::attention(L{}, cx, of_layer); });
+    produce(params, of_block.control(), layer, place_of_block<M>(block), head_of_block<M>(block));
+    run(block, [=](Context<M>& cx, u32& of_layer) {
+      if (is_attention_block(block)) text::attention<true>(L{}, cx, of_layer);
+      else text::attention(L{}, cx, of_layer);
+    });
   });
   each_block([&](u32 block) {
+    if (is_attention_block(block)) return;
     run(block, [](Context<M>& cx, u32& of_layer) {
       merge_far(cx, of_layer, own_head(cx), own_place(cx));
     });
@@ -271,8 +277,9 @@ def plan_of(shape: str) -> Plan:
     return make_plan(config, Dtype.BF16, gpu)
 
 
-def built(plan: Plan, queries: int, folder: Path) -> Built:
+def built(plan: Plan, queries: int, folder: Path, attention_blocks: int = 0) -> Built:
     """Attention of a model, in a build for so many queries."""
+    folder.mkdir(exist_ok=True)
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
@@ -282,12 +289,13 @@ def built(plan: Plan, queries: int, folder: Path) -> Built:
     of_attention = attention[begin : attention.index("template <class L, class M>", begin + 200)]
     merging = "  merge_far(cx, layer, own_head(cx), own_place(cx));\n"  # once all blocks are there
     assert merging in of_attention
-    of_attention = of_attention.replace(merging, "").replace("  cx.begin(Phase::kAttention);\n", "")
+    begins = "  if constexpr (!kOnlyAttends) cx.begin(Phase::kAttention);\n"
+    of_attention = of_attention.replace(merging, "").replace(begins, "")
     shape = plan.shape
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": queries, "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32, "kChunkPages": plan.attention.chunk_pages,
-        "kAttentionBlocks": 0, "kNumBlocks": plan.blocks,
+        "kAttentionBlocks": attention_blocks, "kNumBlocks": plan.blocks,
         "kAttendedColumns": shape.query_heads * shape.head_dim,
         "kProjectedRows": (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim,
     }  # fmt: skip
@@ -421,8 +429,9 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
     shape: str, layer: int, tmp_path: Path
 ) -> None:
     plan = plan_of(shape)
-    (tmp_path / "one").mkdir()
-    one, eight = built(plan, 1, tmp_path / "one"), built(plan, MAX_QUERIES, tmp_path)
+    one, eight = built(plan, 1, tmp_path / "one"), built(plan, MAX_QUERIES, tmp_path / "eight")
+    # Blocks of their own attend to what is one split.
+    beside = built(plan, 1, tmp_path / "beside", plan.shape.kv_heads)
     for sequences, positions in ROUNDS.values():
         seen = Round(plan, sequences, positions)
         together = seen.attend(eight, layer)
@@ -441,3 +450,4 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
                     apart.pool.write(each, table, positions[i], *fresh.bfloat16().unbind(1))
             assert torch.equal(apart.attend(eight, layer, alone), together[alone])
             assert torch.equal(apart.attend(one, layer, alone), together[alone])
+            assert torch.equal(apart.attend(beside, layer, alone), together[alone])
