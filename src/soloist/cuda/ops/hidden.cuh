@@ -50,6 +50,8 @@ __device__ __forceinline__ float2* stream_squares(const Context<M>& cx, u32 epoc
 template <class Stream, class M>
 __device__ __forceinline__ void publish_squares(const Context<M>& cx, u32 epoch, float squares) {
   squares = warp_sum(squares);
+  // Attention blocks read no other buffer that says so: who has read these of all blocks may look for the next layer's.
+  if constexpr (kAttentionBlocks > 0 && Stream::kOperand == M::kWsHiddenIn) cx.wait_for_cleaner(cx.layers_done + cx.round);
   if (cx.lane == 0)
     store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
 }
