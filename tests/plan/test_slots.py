@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter.mixtures import with_shared_mlp
+from interpreter.mixtures import guessing, with_shared_mlp
 from interpreter.quantised import FORMATS, alike, formats_of
 from plan.shapes import MIXTURE as MIXTURE_SHAPE
 from plan.shapes import PUBLIC, SHAPES, SMALL, etude
@@ -285,9 +285,15 @@ def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
 
 
 def test_copies_of_experts_pause_where_experts_are_guessed() -> None:
-    guessed, chosen = of_experts("fp8-block"), of_experts("int4")
-    assert (guessed.guesses_experts, chosen.guesses_experts) == (True, False)
-    assert (guessed.waiting_copies_in_flight, guessed.copies_in_flight) == (2, (3, 3, 3))
+    plain = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"]).with_room_for(1, samples=False)
+    assert plain.guesses_experts
+    assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (2, (4, 4, 4))
+    with guessing(guess=True):
+        guessed = of_experts("fp8-block")
+        assert guessed.guesses_experts
+        assert (guessed.waiting_copies_in_flight, guessed.copies_in_flight) == (2, (3, 3, 3))
+    chosen = of_experts("fp8-block")
+    assert not chosen.guesses_experts
     assert (chosen.waiting_copies_in_flight, chosen.copies_in_flight) == (6, (6, 6, 6))
     several = chosen.with_room_for(MAX_QUERIES, samples=False)
     assert (several.waiting_copies_in_flight, several.copies_in_flight) == (2, (4, 4, 4))

@@ -27,6 +27,7 @@ constexpr bool kTrace = false;
 constexpr unsigned kTraceRound = 0u;
 constexpr unsigned kExchangeCopies = 4u;
 constexpr unsigned kLayerPhases = 5u;
+constexpr unsigned kMarksOfRoundsEnd = 5u;
 constexpr unsigned kPagesPhase = 1u;
 constexpr unsigned kGateUpPhase = 3u;
 constexpr unsigned kStepColumns = 512u;
@@ -41,6 +42,7 @@ constexpr unsigned kSampleWorkspaceBytes = 686208u;
 constexpr unsigned kLoadedSteps = 4u;
 constexpr unsigned kConvertedSteps = 4u;
 constexpr unsigned kTraceWords = 140u;
+constexpr unsigned kAttentionBlocks = 0u;
 constexpr unsigned kPagePositions = 64u;
 constexpr unsigned kHalfPagePositions = 32u;
 __device__ __forceinline__ constexpr u32 tile_place(u32 half, u32 row, u32 column) { return column % 64 / 32 * 4096 + column % 512 / 64 * 512 + column % 8 / 4 * 256 + row * 32 + column % 32 / 8 * 8 + column % 4 / 2 * 4 + half * 2 + column % 2; }
@@ -453,6 +455,10 @@ struct Model {
   static constexpr unsigned kWsHiddenRouterBytes = 0u;
   static constexpr unsigned kWsGuessedLogits = 0u;
   static constexpr unsigned kWsGuessedLogitsBytes = 0u;
+  static constexpr unsigned kWsOutcome = 0u;
+  static constexpr unsigned kWsOutcomeBytes = 0u;
+  static constexpr unsigned kWsLeft = 0u;
+  static constexpr unsigned kWsLeftBytes = 0u;
   static constexpr unsigned kWsHiddenIn = 0u;
   static constexpr unsigned kWsHiddenInBytes = 32768u;
   static constexpr unsigned kWsAttended = 32768u;
@@ -524,6 +530,8 @@ struct Model {
     static constexpr unsigned kExperts = 0u;
     static constexpr bool kRoutesEarly = false;
     static constexpr bool kGuesses = false;
+    static constexpr unsigned kMarksBefore = 3u;
+    static constexpr unsigned kMarksBehind = 9u;
     static constexpr unsigned kVecAttentionNorm = 0u;
     static constexpr unsigned kVecMlpNorm = 320u;
     static constexpr unsigned kVecQNorm = 640u;

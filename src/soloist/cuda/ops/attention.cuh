@@ -28,15 +28,20 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   });
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
-  constexpr bool kByAll = kMostQueries == 1 && L::kExperts > 0;  // all warps add up rows of the only query
-  const u32 query = kByAll ? 0 : cx.warp;
-  float* now = projected<L>(cx, cx.layers_done, query) + first;
-  reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
-    if (query >= cx.queries) return;
+  if constexpr (kMostQueries == 1 && L::kExperts > 0) {  // all warps add up rows of a mixture's only query
+    float* now = projected<L>(cx, cx.layers_done, 0) + first;
+    reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
 #pragma unroll 1
-    for (u32 r = start + (kByAll ? cx.thread : cx.lane); r < end; r += kByAll ? kConsumerThreads : 32)
-      store_exchanged(now + r, present(reduction.get(query, r - start)));
-  });
+      for (u32 r = start + cx.thread; r < end; r += kConsumerThreads) store_exchanged(now + r, present(reduction.get(0, r - start)));
+    });
+  } else {
+    float* now = projected<L>(cx, cx.layers_done, cx.warp) + first;
+    reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
+      if (cx.warp >= cx.queries) return;
+#pragma unroll 1
+      for (u32 r = start + cx.lane; r < end; r += 32) store_exchanged(now + r, present(reduction.get(cx.warp, r - start)));
+    });
+  }
   scale.settle(cx, in);
   cx.mark();
 }
