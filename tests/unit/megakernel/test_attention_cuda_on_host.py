@@ -170,12 +170,11 @@ MAIN = r"""
 using M = Kernel;
 struct L {
   using M = Kernel;
-  static constexpr bool kQkNorm = false, kQkvBias = false, kRoutesEarly = false;
+  static constexpr bool kQkNorm = false, kQkvBias = false;
   struct Qkv { static constexpr u32 kUnits = kProjectedRows / 8; };
   static u64 vectors(u32) { return 0; }
 };
 constexpr u32 kAttentionMarks = 4;
-template <class L> void touch_router(const Context<M>&, u32) {}
 namespace text {
 OF_ATTENTION
 }

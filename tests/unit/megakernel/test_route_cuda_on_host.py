@@ -112,7 +112,6 @@ extern "C" void route(u8* workspace, const float* vectors, const float* factors,
       Context<Model> cx{params, {shared}, 3, block, thread / 32, thread % 32, thread, {queries}, 7,
                         scales[thread / 32]};
       u32 called = 0;
-      touch_router<L>(cx, 0);
       route_early<L>(cx, 0, [&] { ++called; });
       if (called != 1) std::abort();
     });

@@ -28,7 +28,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   });
   cx.mark();
   Reduction reduction(cx, Qkv::kTiles * 16);
-  if constexpr (kMostQueries == 1 && L::kExperts > 0) {  // all warps add up rows of a mixture's only query
+  if constexpr (kAttentionBlocks > 0) {  // all warps add up rows of the only query; elsewhere registers spill
     float* now = projected<L>(cx, cx.layers_done, 0) + first;
     reduction.for_each_part(cx, sums, units, units * 8, [&](u32 start, u32 end) {
 #pragma unroll 1
@@ -65,7 +65,6 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
-    if constexpr (L::kRoutesEarly && !kOnlyAttends) touch_router<L>(cx, layer);
     prepare_heads<L>(cx, layer, own_head(cx), groups);
     cx.mark();
     LaneMerge<M> merging;
@@ -102,8 +101,9 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   GlobalOperand<AttentionOutput> operand(attended_operand(cx, cx.layers_done), cx, L::vectors(layer));
   Sums<AttentionOutput> sums;
   const auto arrived = [&] { cx.arrived(); };
-  if constexpr (L::kRoutesEarly && kMostQueries == 1 && !AttentionOutput::kPermuted) {
-    // Logits are added up while activations, which have come for them, are on their way once more, in the order of the product.
+  if constexpr (L::kRoutesEarly && kAttentionBlocks > 0 && !AttentionOutput::kPermuted) {
+    // Logits are added up while activations, which have come for them, are on their way once more, in the order of the product. In
+    // other builds registers spill.
     Ahead<AttentionOutput> ahead;
     route_early<L>(cx, layer, [&] { ask_for_first(ahead, operand); });
     multiply_owned<true>(cx.ring, cx.warp, cx.lane, units, operand, ahead, sums, arrived);

@@ -39,12 +39,6 @@ struct RouterRow {
 #pragma unroll
       for (u32 i = 0; i < kEach; ++i) load_part(i, thread, weights[i]);
   }
-  // What the thread will load comes to the L1.
-  static __device__ __forceinline__ void touch_row(const float* row, u32 thread) {
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i)
-      if (const u32 k = i * kColumns + thread * 8; k < kLength) touch(row + k);
-  }
   __device__ __forceinline__ void load_part(u32 i, u32 thread, float4 (&part)[2]) const {
     const u32 k = i * kColumns + thread * 8;
     if (k < kLength) load_router(row + k, part);
@@ -147,18 +141,6 @@ __device__ __forceinline__ float published_guess(const Context<M>& cx, u32 row) 
   do x = load_exchanged(guessed_logits<M>(cx.params, cx.layers_done) + row);
   while (!is_present(x));
   return x;
-}
-
-// What a block that attends multiplies for its logits comes to its L1 meanwhile: it has no time left for that behind attention, while all
-// others wait for it.
-template <class L, class M>
-__device__ __forceinline__ void touch_router(const Context<M>& cx, u32 layer) {
-  constexpr u32 kAttended = M::kQueryHeads * M::kHeadDim;
-  const u32 first = L::first_router_row(cx.block);
-  if (first == L::first_router_row(cx.block + 1)) return;
-  const float* vectors = cx.vectors(L::vectors(layer));
-  if constexpr (!L::kGuesses) RouterRow<M::kHidden>::touch_row(vectors + L::kVecRouter + first * M::kHidden, cx.thread);
-  RouterRow<kAttended>::touch_row(vectors + L::kVecRouterOutput + first * kAttended, cx.thread);
 }
 
 // Logits beside attention_output, one exchange before the residual is known. They are linear in what attention gives:
