@@ -1,8 +1,8 @@
 // Blocks without weights, one for each KV head, that attend to a round's only query as long as its cache is one split. They do nothing
 // else: their ring holds pages alone, which come before q, k and v do, and no block with weights is late for what follows attention.
 //
-// They choose no token. Block 0 tells them how each round ended. Once the cache is split they leave, and tell the others so: these read
-// pages then that attention blocks wrote.
+// They choose no token. Block 0 tells them how each round ended. Once the cache is split they end, and tell the other blocks so, which
+// read pages then that attention blocks wrote.
 #pragma once
 #include "ops/attention.cuh"
 #include "ops/producer.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ void await_attention_blocks(const Params& params, i32
   if (lane < kAttentionBlocks)
     while (!is_present(load_exchanged_word(left_blocks<M>(params) + lane))) {
     }
-  __threadfence();  // pairs with that of `leave`
+  __threadfence();  // pairs with that of `end_round`
   __syncwarp();
 }
 
