@@ -78,6 +78,7 @@ inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); retur
 inline float __uint_as_float(u32 x) { float value; std::memcpy(&value, &x, 4); return value; }
 inline u32 __popc(u32 x) { return __builtin_popcount(x); }
 inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 """
     + MEETINGS

@@ -24,6 +24,8 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
     scale.load(cx, in);
+    if constexpr (L::kGuesses)
+      if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.begun());
     cx.arrived();
   });
   cx.mark();
@@ -65,7 +67,7 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
-    prepare_heads<L>(cx, layer, own_head(cx), groups);
+    prepare_heads<kOnlyAttends, L>(cx, layer, own_head(cx), groups);
     cx.mark();
     LaneMerge<M> merging;
 #pragma unroll 1

@@ -1,7 +1,9 @@
 // The cleaner warp: fills the exchange buffers that this block wrote two epochs ago with sentinels again, off the
-// path of the consumers, with the fence that this needs. Between two cleanings it makes a guess of experts.
+// path of the consumers, with the fence that this needs. Between two cleanings it makes a guess of experts, and weighs those that were
+// chosen.
 #pragma once
 #include "ops/route.cuh"
+#include "tile/logits.cuh"
 
 // Words `first` … `first + count - 1` (32 bits each) of every query.
 __device__ __forceinline__ void clear_words(u8* copy, u32 query_bytes, u32 queries, u32 first, u32 count, u32 lane) {
@@ -64,25 +66,64 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
   }
 }
 
+// Shares of the experts that a round's only query chose, by this warp: consumers let it clean once they know the norm.
+template <class L>
+__device__ __forceinline__ void weigh_experts(const Params& params, Control* control, u32 epoch, u32 lane) {
+  using M = typename L::M;
+  using Choice = ExpertChoice<L>;
+  ExpertSlots<M>& slots = expert_slots<M>(reinterpret_cast<u8*>(control) - M::kShControl);
+  const float* logits = expert_logits<M>(params, epoch, 0);
+  const float scale = *const_cast<const volatile float*>(&control->scale);
+  float logit[Choice::kEach];
+#pragma unroll 1
+  while (!load_logits<L>(logits, lane, logit)) {}
+  Choice choice;
+#pragma unroll
+  for (u32 i = 0; i < Choice::kEach; ++i) {
+    choice.chosen |= (slots.chosen[0][i] >> lane & 1) << i;
+    logit[i] *= scale;
+  }
+  choice.weigh(logit, lane);
+  slots.template fill_shares<L>(choice, lane);
+  if constexpr (L::kGatesShared) {
+    float gate;
+    do gate = load_exchanged(logits + L::kExperts);
+    while (!is_present(gate));
+    if (lane == 0) slots.shared_share[0] = sigmoid(gate * scale);
+  }
+}
+
 // Once a layer, in gate_up, for the layer after the next one: all but gated values of this layer are published, and
 // nobody reads those of two layers before. Once more at the end of a round, for the embedding's epoch.
 template <class M>
-__device__ __forceinline__ void clean(const Params& params, const Control* control, u32 cleanable, u32 cleaned, u32 lane) {
+__device__ __forceinline__ void clean(const Params& params, Control* control, u32 cleanable, u32 cleaned, u32 chosen, u32 lane) {
   const u32 block = lane_block<M>(), head = block / M::kSplits, split = block % M::kSplits;
   // Rounds that draft have as many as they come to.
   const u32 queries = kDrafts ? kMaxQueries : control->queries;
   u32 hidden_in = 0, layers = 0;
+  [[maybe_unused]] u32 guesses = 0;
+  [[maybe_unused]] const ChoiceBarriers barriers{chosen, 0};
 #pragma unroll 1
   for (u32 cleanings = 0;; ++cleanings) {
     if constexpr (M::kMostSlots > 0 && kMostQueries == 1)
       if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers)
-        M::of_layer(layer, [=, &params](auto kind) {
+        M::of_layer(layer, [=, &params, &guesses](auto kind) {
           using L = decltype(kind);
+          // Looks for the stream before it can be there would be in the way of what others wait for.
+          if constexpr (L::kGuesses) mbarrier_wait(barriers.begun(), guesses++ & 1);
           if constexpr (L::kGuesses) publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
         });
     mbarrier_wait(cleanable, cleanings & 1);
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}
+    if constexpr (kHasWeigher<M>)
+      if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers) {
+        M::of_layer(layer, [=, &params](auto kind) {
+          if constexpr (kWeighsApart<decltype(kind)>) weigh_experts<decltype(kind)>(params, control, layers + 1, lane);
+        });
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(barriers.weighed());
+      }
     ++hidden_in;
     clear_stream<InStream<M>>(params, hidden_in + 2, queries, block, lane);
     if constexpr (M::kFeedsRouters)

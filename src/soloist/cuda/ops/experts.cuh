@@ -11,12 +11,6 @@
 #include "tile/logits.cuh"
 #include "tile/slot_of_warp.cuh"
 
-template <class M>
-__device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
-  static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
-  return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
-}
-
 // What corrects the scores of the lane's experts.
 template <class L, class M>
 __device__ __forceinline__ void load_corrections(const Context<M>& cx, u32 layer, float (&correction)[ExpertChoice<L>::kEach]) {
@@ -84,20 +78,18 @@ __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
 // The choice of a round's only query, of which the first warp tells the producer. It is made once before all logits have come: so its
 // code is at hand when they have.
 template <class L, class M>
-__device__ __forceinline__ ExpertChoice<L> choose_alone(Context<M>& cx, ExpertSlots<M>& slots, float (&logit)[ExpertChoice<L>::kEach]) {
+__device__ __forceinline__ void choose_alone(Context<M>& cx, ExpertSlots<M>& slots) {
   const float* logits = expert_logits<M>(cx.params, cx.layers_done, 0);
-  ExpertChoice<L> choice;
+  float logit[ExpertChoice<L>::kEach];
 #pragma unroll 1
   for (bool rehearses = true, ready = false; !ready; rehearses = false) {
     ready = load_logits<L>(logits, cx.lane, logit);
     if (!ready && !rehearses) continue;
     if (ready) cx.mark();
-    choice = ExpertChoice<L>(logit, cx.lane);
-    slots.template fill<L>(choice, cx.lane);
+    slots.template fill<L>(ExpertChoice<L>(logit, cx.lane), cx.lane);
   }
   __syncwarp();
   if (cx.lane == 0) mbarrier_arrive(cx.chosen);  // pairs with the producer's wait
-  return choice;
 }
 
 // The choice where logits came with attention (`route_early`): experts stream from it on, and what needs the residual follows. Marked as a router whose first two parts take no time.
@@ -125,30 +117,31 @@ __device__ __forceinline__ void choose_early(Context<M>& cx, u32 layer) {
   };
   // Once the residual's norm is known. Only `down` asks for shares: they may come while others multiply by gate_up.
   const auto meet = [&] {
-    if constexpr (L::kGatesShared)
+    if constexpr (L::kGatesShared && !kWeighsApart<L>)
       if (cx.warp < cx.queries) note_gate<L>(cx, cx.scale);
-    if (cx.thread == 0) cx.set_waits(0);
+    if (cx.thread == 0) {
+      if constexpr (kWeighsApart<L>) cx.shared.control().scale = cx.scale;
+      cx.set_waits(0);
+    }
     cx.sync();
   };
-  if constexpr (Choice::kByLogits) {
+  if constexpr (kWeighsApart<L>) {
+    if (cx.warp == 0) choose_alone<L>(cx, slots);
+    settle();
+    meet();
+  } else if constexpr (Choice::kByLogits) {
     float logit[Choice::kEach] = {};
-    Choice choice;
-    if constexpr (kMostQueries == 1) {
-      if (cx.warp == 0) choice = choose_alone<L>(cx, slots, logit);
-    } else {
-      if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
-      cx.mark();
-      choice = Choice(logit, cx.lane);
-      note(choice);
-    }
+    if (cx.warp < cx.queries) wait_for_logits<L>(cx, logit);
+    cx.mark();
+    Choice choice(logit, cx.lane);
+    note(choice);
     settle();
     meet();
     if (cx.warp < cx.queries) {
 #pragma unroll
       for (u32 i = 0; i < Choice::kEach; ++i) logit[i] *= cx.scale;
       choice.weigh(logit, cx.lane);
-      if constexpr (kMostQueries == 1) slots.template fill_shares<L>(choice, cx.lane);
-      else slots.template number<L, true>(choice, cx.warp, cx.queries, cx.lane);
+      slots.template number<L, true>(choice, cx.warp, cx.queries, cx.lane);
     }
   } else {
     settle();
@@ -317,10 +310,8 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
     cx.mark();
     if constexpr (L::kRoutesEarly && kMostQueries > 1) cx.sync();  // `down` finds the shares; who has a tile met the others for it
   }
-  if constexpr (L::kRoutesEarly && kMostQueries == 1) {  // `down` finds the shares that the first warp noted
-    if (cx.warp == 0) arrive_at(kConsumerWarps);
-    else wait_at(kConsumerWarps);
-  }
+  // `down` finds the shares.
+  if constexpr (kWeighsApart<L>) mbarrier_wait(ChoiceBarriers{cx.chosen, 0}.weighed(), (cx.layers_done - 1) & 1);
   cx.mark();
 }
 

@@ -55,6 +55,59 @@ __device__ __forceinline__ void stream_expert_part(Producer<M>& p, const ExpertS
     });
   if (streams) p.weights(part);
 }
+// Whether lanes find the addresses of all tiles and rows at once, as soon as a round's only query has chosen: where a tile is one copy.
+// Larger ones take long enough to come.
+template <class L>
+constexpr bool addresses_at_once() {
+  if constexpr (kMostQueries == 1 && L::kExperts > 0 && kStagingLanes == 1) {
+    constexpr u32 kMostTiles = (L::kChosen * L::GateUp::kUnits + L::M::kLaneBlocks - 1) / L::M::kLaneBlocks;
+    return GuessedTiles<L>::kTileSlots == 1 && kLeavesOutPadding<typename L::Down> && kMostTiles <= 32 && L::kChosen <= 32;
+  } else {
+    return false;
+  }
+}
+// Streams so; whether it did.
+template <class M>
+__device__ __forceinline__ bool stream_chosen(Producer<M>& p, const ExpertSlots<M>& slots, u32 layer, u32 phase,
+                                              const ChoiceBarriers& barriers) {
+  bool streamed = false;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (addresses_at_once<L>()) {
+      using GateUp = typename L::GateUp;
+      using Down = typename L::Down;
+      const u32 block = lane_block<M>();
+      const u8* const experts = p.params.experts + L::experts(layer);
+      const auto at = [&](u32 slot, u64 within) { return experts + within + static_cast<u64>(slots.expert[slot]) * L::kExpertBytes; };
+      const auto of_lane = [](const u8* own, u32 lane) {
+        return reinterpret_cast<const u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(own), lane));
+      };
+      if (phase == kGateUpPhase) {
+        const u32 first = L::first_tile(block, L::kChosen), count = L::first_tile(block + 1, L::kChosen) - first;
+        const u32 tile = min(first + p.lane, L::kChosen * GateUp::kUnits - 1);
+        const u64 within = static_cast<u64>(tile % GateUp::kUnits) * L::kTileBytes;
+        mbarrier_wait(barriers.chosen, barriers.parity);
+        const u8* own = at(tile / GateUp::kUnits, within);
+#pragma unroll 1
+        for (u32 n = 0; n < count; ++n) {
+          const u8* source = of_lane(own, n);
+          if (p.lane == 0) p.template copy<false>(source, L::kTileBytes);
+        }
+      } else {
+        const u64 within = L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes;
+        const u8* own = at(min(p.lane, L::kChosen - 1), within);
+#pragma unroll 1
+        for (u32 n = 0; n < L::kChosen; ++n) {
+          const u8* source = of_lane(own, n);
+          if (p.lane == 0) p.template copy<false, Down>(source, 0);
+        }
+      }
+      __syncwarp();
+      streamed = true;
+    }
+  });
+  return streamed;
+}
 // Phases that stream chosen experts. The first of them waits for the choice.
 template <class M>
 __device__ __forceinline__ bool is_of_experts(u32 layer, u32 phase) {
@@ -121,11 +174,13 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
         if (!p.of_head && is_of_experts<M>(layer, phase)) {
           if constexpr (M::kHasSharedMlp)
             if (has_shared_part<M>(layer)) p.weights(shared_part_of_phase<M>(params.image, layer, phase));
+          const ChoiceBarriers barriers{chosen_barrier, choices & 1};
           if (phase == kGateUpPhase) {
-            const ChoiceBarriers barriers{chosen_barrier, choices++ & 1};
+            ++choices;
             if (stream_guessed<M>(p, shared, chosen, barriers, layer, round * M::kLayers + layer + 1)) continue;
-            mbarrier_wait(barriers.chosen, barriers.parity);
           }
+          if (stream_chosen<M>(p, chosen, layer, phase, barriers)) continue;
+          if (phase == kGateUpPhase) mbarrier_wait(barriers.chosen, barriers.parity);
           const u32 count = num_expert_parts<M>(chosen, layer, phase);
 #pragma unroll 1
           for (u32 n = 0; n < count; ++n) stream_expert_part(p, chosen, layer, phase, n);

@@ -22,7 +22,7 @@ struct Barriers {
   u32 emit;      // consumers -> reporter: tokens are ready
   u32 reported;  // reporter -> consumers: they are with the host
   u32 cleanable, cleaned;  // consumers -> cleaner and back
-  u32 chosen;    // consumers -> producer: which experts, where there are any; see ChoiceBarriers
+  u32 chosen;    // the first of ChoiceBarriers, where there are experts
 };
 
 // The round's outcome: tokens to emit and the next round's queries. Lane c of warp 0 serves query c.
@@ -162,7 +162,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 2 : 0;
+inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 4 : 0;
 template <class M>
 inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + kChoiceBarriers<M>;
 
@@ -223,7 +223,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch<M>(where, params.fault, finished, ring.full, ring.empty, [&] { return missing_ranks<M>(params, where); });
     else if (warp == kConsumerWarps + 2 && !attends)
-      clean<M>(params, control, barriers.cleanable, barriers.cleaned, lane);
+      clean<M>(params, control, barriers.cleanable, barriers.cleaned, barriers.chosen, lane);
     then(KnownWarp<true>{});
   } else {
     if constexpr (Role::kIsNew) take_registers();

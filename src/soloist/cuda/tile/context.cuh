@@ -23,6 +23,7 @@ struct Control {
   u32 chosen[kMaxQueries];
   u32 emit[kMaxQueries];
   float factor[kMaxQueries];  // of qkv's products, then of gate_up's
+  float scale;  // of a round's only query, for who weighs experts: 1 / rms of the stream before gate_up
   u32 waits;  // the consumers wait for other blocks: copies are to leave them the way
 };
 
@@ -104,7 +105,7 @@ struct Context {
   u32 cleanable, cleaned;  // barriers: to the cleaner, and back
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's query: 1 / rms that published activations were multiplied by
-  u32 chosen;  // barrier: to the producer, which experts are chosen
+  u32 chosen;  // the first of ChoiceBarriers
   u32 guesses;  // layers whose experts were guessed so far, of all rounds
 
   // Addresses and sizes that follow from these are computed in each phase, not kept over all of them in registers.

@@ -62,21 +62,30 @@ struct ExpertChoice {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) rank[i] = 32 * i + lane < L::kExperts ? rank_of(logit[i]) : 0;
   }
-  // A reduction a turn, as long as no two of the experts have one rank.
+  // The rank of the last one that is chosen, found by a reduction a turn; enough as long as no other expert has it.
   __device__ __forceinline__ void choose(u32 (&rank)[kEach], u32 lane) {
-    u32 left[kEach];
+    u32 left[kEach];  // of the lane's experts, the highest first
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) left[i] = rank[i];
-#pragma unroll 1
-    for (u32 n = 0; n < L::kChosen; ++n) {
-      u32 best = left[0];
+    for (u32 i = 0; i < kEach; ++i) {
+      left[i] = rank[i];
 #pragma unroll
-      for (u32 i = 1; i < kEach; ++i) best = max(best, left[i]);
-      const u32 highest = __reduce_max_sync(~0u, best);
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i)
-        if (left[i] == highest) left[i] = 0, chosen |= 1u << i;
+      for (u32 j = i; j > 0; --j) {
+        const u32 higher = max(left[j - 1], left[j]);
+        left[j] = min(left[j - 1], left[j]);
+        left[j - 1] = higher;
+      }
     }
+    u32 last = 0;
+#pragma unroll(L::kChosen <= 8 && kEach <= 4 ? L::kChosen : 1)
+    for (u32 n = 0; n < L::kChosen; ++n) {
+      last = __reduce_max_sync(~0u, left[0]);
+      if (left[0] != last) continue;
+#pragma unroll
+      for (u32 i = 0; i + 1 < kEach; ++i) left[i] = left[i + 1];
+      left[kEach - 1] = 0;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) chosen |= (rank[i] >= last ? 1u : 0u) << i;
     if (__reduce_add_sync(~0u, __popc(chosen)) == L::kChosen) return;
     chosen = 0;
     choose(rank, lane, [](u32, u32) {});

@@ -22,13 +22,17 @@ __device__ __forceinline__ ExpertGuess<M>& expert_guess(u8* shared) {
   return *reinterpret_cast<ExpertGuess<M>*>(shared + M::kShGuess);
 }
 
-// Barriers of a layer's choice, both of one parity.
+// Barriers of a layer's choice.
 struct ChoiceBarriers {
   u32 chosen;  // consumers -> producer: which experts
-  u32 parity;
+  u32 parity;  // of the first two
 
   // Producer -> consumers: what there is in each place of the guess, and what came of it.
   __device__ __forceinline__ u32 corrected() const { return chosen + 8; }
+  // Consumers -> who makes the guess: the stream before attention has come. In layers with a guess.
+  __device__ __forceinline__ u32 begun() const { return chosen + 16; }
+  // Who weighs experts -> consumers: shares are there. In all layers.
+  __device__ __forceinline__ u32 weighed() const { return chosen + 24; }
 };
 
 // Tiles of gate_up that a block multiplies in a layer of kind `L`: experts take turns, so that each block has as many wrong ones as

@@ -28,46 +28,59 @@ __device__ __forceinline__ GlobalOperand<SlotOfWarp<Down>> operand_of_slot(const
 }
 
 // Multiplies the slot that is `warp` places from the ring's current one, and gives it back for all warps. Sums come to [part][row] in
-// shared memory, where activations were that have been multiplied.
+// shared memory, where activations were, once all parts are multiplied: so no part waits for the one before.
 template <class Down, class M>
 __device__ __forceinline__ void multiply_slot(const Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<SlotOfWarp<Down>>& operand,
                                               Ahead<SlotOfWarp<Down>>& ahead) {
   using Op = SlotOfWarp<Down>;
   using Fragments = typename FragmentsOf<Down>::Type;
+  // Weights of so many parts are on their way at once: of all, where there are registers for them.
+  constexpr u32 kHeld = Down::kSteps * 2 * Down::kHalfTileValueBytes <= 32 * 256 ? Op::kParts : 2;
   typename StepsOf<Op, true, 2>::Type steps(operand, ahead, lane);
   const u32 tiles = ring.wait(warp);
-  steps.start();
+  Fragments w[kHeld][Down::kSteps];
   u32 loaded = 0;
-#pragma unroll 2
-  for (u32 part = 0; part < Op::kParts; ++part) {
-    const auto has = [&](u32 d) { return d == 0 || Down::kPairsSteps || part < warps_with_columns<Down>(d); };
+  const auto has = [](u32 part, u32 d) { return d == 0 || Down::kPairsSteps || part < warps_with_columns<Down>(d); };
+  const auto load = [&](u32 part) {
     const typename Fragments::Place place(part, lane);
-    Fragments w[Down::kSteps];
-    Sums<Op> sums;
-    sums.clear();
 #pragma unroll
     for (u32 d = 0; d < Down::kSteps; ++d)
-      if (has(d)) {
-        w[d].load(tiles + d * (2 * Down::kHalfTileBytes), place, true, false);
-        loaded |= w[d].loaded();
+      if (has(part, d)) {
+        w[part % kHeld][d].load(tiles + d * (2 * Down::kHalfTileBytes), place, true, false);
+        loaded |= w[part % kHeld][d].loaded();
       }
+  };
+#pragma unroll
+  for (u32 part = 0; part < kHeld; ++part) load(part);
+  steps.start();
+  float of_part[Op::kParts][2];
+#pragma unroll
+  for (u32 part = 0; part < Op::kParts; ++part) {
+    const auto& own = w[part % kHeld];
+    Sums<Op> sums;
+    sums.clear();
     if constexpr (Down::kPairsSteps) {
       steps.prepare(0, 2 * part);
-      steps.multiply_tile(sums, 0, 0, w[0], w[1]);
+      steps.multiply_tile(sums, 0, 0, own[0], own[1]);
     } else {
 #pragma unroll
       for (u32 d = 0; d < Down::kSteps; ++d)
-        if (has(d)) {
+        if (has(part, d)) {
           steps.prepare(d, kConsumerWarps * d + part - d);
-          steps.multiply_tile(sums, 0, d, w[d]);
+          steps.multiply_tile(sums, 0, d, own[d]);
         }
     }
-    __syncwarp();  // all lanes have loaded what lies where sums come
-    if (lane % 4 == 0) {
-      const u32 at = operand.converted + part * 64 + lane;
-      store_shared1(at, __float_as_uint(sums.total(0, 0)));
-      store_shared1(at + 32, __float_as_uint(sums.total(0, 2)));
-    }
+    of_part[part][0] = sums.total(0, 0);
+    of_part[part][1] = sums.total(0, 2);
+    if (part + kHeld < Op::kParts) load(part + kHeld);
   }
+  __syncwarp();  // all lanes have loaded what lies where sums come
+  if (lane % 4 == 0)
+#pragma unroll
+    for (u32 part = 0; part < Op::kParts; ++part) {
+      const u32 at = operand.converted + part * 64 + lane;
+      store_shared1(at, __float_as_uint(of_part[part][0]));
+      store_shared1(at + 32, __float_as_uint(of_part[part][1]));
+    }
   ring.release_for_all(lane, warp, loaded);
 }

@@ -51,7 +51,7 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
     }
     if (!kSharesAlone && query == 0 && lane == 0) count = slot;
   }
-  // The choice of a round's only query, and its shares.
+  // The choice of a round's only query; its shares follow.
   template <class L>
   __device__ __forceinline__ void fill(const ExpertChoice<L>& choice, u32 lane) {
     u32 slot = 0;
@@ -91,3 +91,21 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
     return slot;
   }
 };
+
+template <class M>
+__device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
+  static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
+  return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
+}
+
+// Where a round's only query chooses by logits whose norm follows, shares are found by the warp that cleans, while others multiply by
+// gate_up.
+template <class M>
+inline constexpr bool kHasWeigher = kMostQueries == 1 && M::kMostSlots > 0 && M::kFeedsRouters;
+template <class L>
+constexpr bool weighs_apart() {
+  if constexpr (kHasWeigher<typename L::M> && L::kExperts > 0) return L::kRoutesEarly && ExpertChoice<L>::kByLogits;
+  else return false;
+}
+template <class L>
+inline constexpr bool kWeighsApart = weighs_apart<L>();

@@ -204,7 +204,8 @@ __device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
   for (u32 head = cx.warp; head < 2 * kMostQueries; head += kConsumerWarps)
     if (fresh >> head / 2 & 1) round_in_place<M>(numbers + head * M::kHeadDim, cx.lane);
 }
-template <class L, class M>
+// kOnlyAttends: by an attention block, whose code need not be short.
+template <bool kOnlyAttends, class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
   constexpr u32 kAtOnce = M::kWideQueries ? 4 : 2;
@@ -219,9 +220,14 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
   };
   if (cx.queries == 1) {
 #pragma unroll 1
-    for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kOfOneQuery * kConsumerWarps)
-      prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, first == kConsumerWarps - 1,
-                                   factors_known);
+    for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kOfOneQuery * kConsumerWarps) {
+      const bool has_value = first == kConsumerWarps - 1;
+      // Warps with one vector leave the others time.
+      if (kOnlyAttends && kOfOneQuery > 1 && first + kConsumerWarps > M::kGroup)
+        prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
+      else
+        prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
+    }
   } else {
     const u32 attending = groups.attending(cx.lane), needed = groups.needed(cx.lane);
     const u32 vectors = __popc(attending) * M::kGroup + __popc(needed);
