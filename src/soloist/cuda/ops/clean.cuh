@@ -119,10 +119,12 @@ __device__ __forceinline__ void clean(const Params& params, Control* control, u3
     if constexpr (kHasWeigher<M>)
       if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers) {
         M::of_layer(layer, [=, &params](auto kind) {
-          if constexpr (kWeighsApart<decltype(kind)>) weigh_experts<decltype(kind)>(params, control, layers + 1, lane);
+          if constexpr (kWeighsApart<decltype(kind)>) {
+            weigh_experts<decltype(kind)>(params, control, layers + 1, lane);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(barriers.weighed());
+          }
         });
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(barriers.weighed());
       }
     ++hidden_in;
     clear_stream<InStream<M>>(params, hidden_in + 2, queries, block, lane);

@@ -311,7 +311,7 @@ __device__ __forceinline__ void gate_up_of_experts(L, Context<M>& cx, u32 layer)
     if constexpr (L::kRoutesEarly && kMostQueries > 1) cx.sync();  // `down` finds the shares; who has a tile met the others for it
   }
   // `down` finds the shares.
-  if constexpr (kWeighsApart<L>) mbarrier_wait(ChoiceBarriers{cx.chosen, 0}.weighed(), (cx.layers_done - 1) & 1);
+  if constexpr (kWeighsApart<L>) mbarrier_wait(ChoiceBarriers{cx.chosen, 0}.weighed(), cx.weighings++ & 1);
   cx.mark();
 }
 

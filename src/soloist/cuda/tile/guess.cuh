@@ -31,7 +31,8 @@ struct ChoiceBarriers {
   __device__ __forceinline__ u32 corrected() const { return chosen + 8; }
   // Consumers -> who makes the guess: the stream before attention has come. In layers with a guess.
   __device__ __forceinline__ u32 begun() const { return chosen + 16; }
-  // Who weighs experts -> consumers: shares are there. In all layers.
+  // Who weighs experts -> consumers: shares are there. In layers where that is apart. No phase passes a consumer by: all meet in each
+  // of these layers, before the next phase may begin.
   __device__ __forceinline__ u32 weighed() const { return chosen + 24; }
 };
 
