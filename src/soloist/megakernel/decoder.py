@@ -432,8 +432,8 @@ class Decoder:
         self._queries, self._most_rounds = prepared.num_queries, prepared.most_rounds
         self._launched_drafting = prepared.drafting
         self._signal_values[:] = 0
-        alone = prepared.num_queries == 1 and prepared.drafting is None
-        blocks = self.plan.grid_blocks + (self.plan.attention_blocks if alone else 0)
+        drafts = prepared.drafting is not None
+        blocks = self.plan.grid_blocks + self.plan.attending(prepared.num_queries, drafts=drafts)
         prepared.module.launch(
             blocks, THREADS, self._kernel.shared_bytes, [prepared.params],
             self._stream.cuda_stream, cooperative=self._is_alone,

@@ -123,7 +123,10 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             *_constants(
                 _of_kernel(first, build)
                 | _conversion(plans.values())
-                | {"kTraceWords": words, "kAttentionBlocks": attention_blocks(first, build)}
+                | {
+                    "kTraceWords": words,
+                    "kAttentionBlocks": first.attending(build.queries, drafts=build.drafts),
+                }
             ),
             *page_constants(),
             *tile_places(),
@@ -137,11 +140,6 @@ def header_of(plans: Mapping[str, Plan], build: Build) -> str:
             "",
         ]
     )
-
-
-def attention_blocks(plan: Plan, build: Build) -> int:
-    """Of a build; see Plan. A kernel of several models drafts, and has none."""
-    return plan.attention_blocks if build.queries == 1 and not build.drafts else 0
 
 
 def _shared(plan: Plan) -> tuple[object, ...]:

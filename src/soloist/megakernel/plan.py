@@ -150,9 +150,9 @@ class Plan:
     def attention_blocks(self) -> int:
         """Blocks without weights that attend to a round's only query, one for each KV head.
 
-        They run beside `grid_blocks` in builds for one query that do not draft, on SMs that would
-        have nothing to do. 0 where there are too few of these, and where some layer sees a window:
-        once a cache is split these blocks leave, and all layers have to be at that point together.
+        They run beside `grid_blocks` in some builds (`attending`), on SMs that would have nothing
+        to do. 0 where there are too few of these, and where some layer sees a window: once a cache
+        is split these blocks leave, and all layers have to be at that point together.
         """
         tuning, kv_heads = self.gpu.architecture.tuning, self.shape.kv_heads
         idle = self.gpu.num_sms - self.grid_blocks
@@ -160,6 +160,10 @@ class Plan:
         alone = self.ranks == 1 and not self.shape.has_lanes
         wanted = tuning.has_attention_blocks and self.has_experts
         return kv_heads if wanted and alone and sees_all and idle >= kv_heads else 0
+
+    def attending(self, queries: int, *, drafts: bool) -> int:
+        """Attention blocks in a build for so many queries: one query's, if it does not draft."""
+        return self.attention_blocks if queries == 1 and not drafts else 0
 
     @cached_property
     def kv_layout(self) -> KvLayout:
@@ -352,9 +356,11 @@ class Plan:
 
     def describe(self) -> str:
         """The plan for people."""
+        beside = f", {self.attention_blocks} more attend" if self.attention_blocks else ""
         lines = [
             f"{self.model.family} {self.dtype.value} on {self.gpu.arch}: {self.grid_blocks} of "
-            f"{self.gpu.num_sms} SMs, {self.image.streamed_bytes / 1e9:.3f} GB of weights a round, "
+            f"{self.gpu.num_sms} SMs{beside}, "
+            f"{self.image.streamed_bytes / 1e9:.3f} GB of weights a round, "
             f"{self.image.max_block_bytes / 1e6:.2f} MB in the busiest "
             f"block (mean {self.image.streamed_bytes / self.grid_blocks / 1e6:.2f})",
             f"ring {self.shared.ring_slots} x {self.shared.slot_bytes / 1024:g} KB of "
