@@ -24,10 +24,6 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   Sums<Qkv> sums;
   multiply_owned<Qkv>(cx.ring, cx.warp, cx.lane, units, operand, sums, [&] {
     scale.load(cx, in);
-    if constexpr (L::kGuesses) {
-      cx.wait_for_cleaner(cx.layers_done - 1 + cx.round);  // who makes the guess has seen the last layer begin
-      if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.begun());
-    }
     cx.arrived();
   });
   cx.mark();
@@ -47,6 +43,10 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
     });
   }
   scale.settle(cx, in);
+  if constexpr (L::kGuesses) {
+    cx.wait_for_cleaner(cx.layers_done - 1 + cx.round);  // who makes the guess has seen the last layer begin
+    if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.begun());
+  }
   cx.mark();
 }
 

@@ -76,14 +76,17 @@ __device__ __forceinline__ void stream_guessed_tiles(Producer<M>& p, const Exper
   __syncwarp();
 }
 
-// The same of any layer; whether its experts are guessed. `shared`: what lies behind the ring.
+// The same of any layer; whether its experts are guessed. `shared`: what lies behind the ring. `guesses`: layers with one so far.
 template <class M>
 __device__ __forceinline__ bool stream_guessed(Producer<M>& p, u8* shared, const ExpertSlots<M>& slots, const ChoiceBarriers& barriers,
-                                               u32 layer, u32 epoch) {
+                                               u32 layer, u32 epoch, u32& guesses) {
   bool is_guessed = false;
   M::of_layer(layer, [&](auto kind) {
     using L = decltype(kind);
     if constexpr (L::kGuesses) {
+      // The ring may be ahead of the consumers, even of a layer without experts, so that what it finds could be left from layers before:
+      // and the guess has to be the same in all blocks.
+      mbarrier_wait(barriers.begun(), guesses++ & 1);
       stream_guessed_tiles<L>(p, slots, expert_guess<M>(shared), barriers, layer, epoch);
       is_guessed = true;
     }

@@ -142,7 +142,7 @@ __device__ __forceinline__ Part shared_part_of_phase(const u8* image, u32 layer,
 template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 chosen_barrier, u32 lane) {
-  [[maybe_unused]] u32 choices = 0;
+  [[maybe_unused]] u32 choices = 0, guesses = 0;
   Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
           const ChoiceBarriers barriers{chosen_barrier, choices & 1};
           if (phase == kGateUpPhase) {
             ++choices;
-            if (stream_guessed<M>(p, shared, chosen, barriers, layer, round * M::kLayers + layer + 1)) continue;
+            if (stream_guessed<M>(p, shared, chosen, barriers, layer, round * M::kLayers + layer + 1, guesses)) continue;
           }
           if (stream_chosen<M>(p, chosen, layer, phase, barriers)) continue;
           if (phase == kGateUpPhase) mbarrier_wait(barriers.chosen, barriers.parity);

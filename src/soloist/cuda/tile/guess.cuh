@@ -29,7 +29,8 @@ struct ChoiceBarriers {
 
   // Producer -> consumers: what there is in each place of the guess, and what came of it.
   __device__ __forceinline__ u32 corrected() const { return chosen + 8; }
-  // Consumers -> who makes the guess: the stream before attention has come. In layers with a guess.
+  // Consumers -> who makes the guess, and the producer: the stream before attention has come, so all blocks are done with the layer
+  // before. In layers with a guess; neither is a layer behind, since the consumers wait for both.
   __device__ __forceinline__ u32 begun() const { return chosen + 16; }
   // Who weighs experts -> consumers: shares are there. In layers where that is apart. No phase passes a consumer by: all meet in each
   // of these layers, before the next phase may begin.
