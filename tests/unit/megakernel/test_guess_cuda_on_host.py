@@ -113,10 +113,11 @@ int main(int, char** given) {
           float* guessed = guessed_logits<Model>(params, epoch);
           float* later = guessed_logits<Model>(params, epoch + 2);
           for (u32 e = 0; e < L::kExperts; ++e) {
-            later[e] = random_number();  // left from layers before, until the consumers begin
-            logits[e] = guessed[e] = random_number();
+            later[e] = random_number();  // left from layers before, and clean once a layer begins
+            guessed[e] = bits_to<float>(~0u);
           }
           pass(chosen + 16);  // ChoiceBarriers::begun
+          for (u32 e = 0; e < L::kExperts; ++e) logits[e] = guessed[e] = random_number();
           for (u32 phase = 0; phase < kGateUpPhase; ++phase)
             if (phase == kPagesPhase) take_pages(ring, params, layer);
             else ring.take(part_of_phase<Model>(params.image, layer, phase));

@@ -109,9 +109,11 @@ __device__ __forceinline__ void clean(const Params& params, Control* control, u3
       if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers)
         M::of_layer(layer, [=, &params, &guesses](auto kind) {
           using L = decltype(kind);
-          // Looks for the stream before it can be there would be in the way of what others wait for.
-          if constexpr (L::kGuesses) mbarrier_wait(barriers.begun(), guesses++ & 1);
-          if constexpr (L::kGuesses) publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
+          if constexpr (L::kGuesses) {
+            // Looks for the stream before it can be there would be in the way of what others wait for.
+            mbarrier_wait(barriers.begun(), guesses++ & 1);
+            publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
+          }
         });
     mbarrier_wait(cleanable, cleanings & 1);
     if constexpr (kCleanerCycles > 0)
