@@ -44,6 +44,7 @@ from soloist.megakernel.header import BUILT_FOR, Build
 from soloist.megakernel.launch import Query
 from soloist.megakernel.packed_weights import PackedWeights
 from soloist.megakernel.plan import Plan
+from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.megakernel.tuning import Tuning
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config
@@ -169,6 +170,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "--one-copy", action="store_true", help="of the weights, which all variants pack alike"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--gpus", type=int, default=1, help="over which the model is spread")
     parser.add_argument(
         "--compile", type=Path, metavar="FOLDER", help="only compile, into this kernel cache"
     )
@@ -213,7 +215,7 @@ def _built(
     for variant, n in jobs:
         with variant.in_force():
             plan = support_of(
-                TYPICAL[_ARCH], shape.config, shape.dtype, stored=shape.stored, kv=shape.kv
+                TYPICAL[_ARCH], shape.config, shape.dtype, asked.gpus, shape.stored, shape.kv
             ).plan
             if plan is None:
                 raise SystemExit(f"{name}: the kernel does not run it")
@@ -238,19 +240,19 @@ def _build(asked: argparse.Namespace) -> Build:
 
 
 def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.Namespace) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    devices = [torch.device("cuda", i) for i in range(asked.gpus)]
     positions = max(asked.context) + max(asked.columns) + asked.rounds
     list(_built(name, shape, variants, asked, read_settings().cache))  # decoders find them there
     queries = _queries(asked)
-    decoders, packed = list[Decoder](), None
+    decoders, packed = list[Launcher](), None
     for variant in variants:
         with variant.in_force():
-            plan = _plan(shape, device)
+            plan = _plan(shape, devices)
             if packed is None or not asked.one_copy:
-                packed = _weights(plan, shape, device)
+                packed = _weights(plan, shape, devices)
             # What is not timed is not built.
             with mock.patch.object(kernel, "BUILT_FOR", (queries[0], queries[-1])):
-                decoders.append(_decoder(plan, packed, positions, device, _build(asked)))
+                decoders.append(_launcher(plan, packed, positions, devices, _build(asked)))
                 if asked.temperature:
                     decoders[-1].prepare_sampling()
     for context, columns in product(asked.context, asked.columns):
@@ -258,7 +260,9 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
         power = dict[str, str]()
         for turn in range(asked.turns + 1):
             for variant, decoder in zip(variants, decoders, strict=True):
-                watched = gpu_uuid(device) if turn == asked.turns else None  # looking takes time
+                watched = (
+                    gpu_uuid(devices[0]) if turn == asked.turns else None
+                )  # looking takes time
                 with variant.in_force(), watching(watched) as watch:
                     times = [
                         _round_us(decoder, context, columns, asked) for _ in range(asked.launches)
@@ -277,17 +281,38 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
             print(f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {given}", flush=True)
 
 
-def _plan(shape: Shape, device: torch.device) -> Plan:
-    plan = find_support(shape.config, shape.dtype, device, stored=shape.stored, kv=shape.kv).plan
+def _plan(shape: Shape, devices: Sequence[torch.device]) -> Plan:
+    plan = find_support(
+        shape.config, shape.dtype, devices[0], len(devices), stored=shape.stored, kv=shape.kv
+    ).plan
     if plan is None:
         raise SystemExit("the kernel does not run it")
     return plan
 
 
-def _decoder(
-    plan: Plan, weights: PackedWeights, positions: int, device: torch.device, build: Build
-) -> Decoder:
+def _launcher(
+    plan: Plan,
+    weights: Sequence[PackedWeights],
+    positions: int,
+    devices: Sequence[torch.device],
+    build: Build,
+) -> Launcher:
     """The kernel alone, without what reads prompts; keys and values are random."""
+    decoders = [
+        _decoder(plan, own, positions, rank, device, build)
+        for rank, (own, device) in enumerate(zip(weights, devices, strict=True))
+    ]
+    return decoders[0] if len(decoders) == 1 else Ranks(decoders)
+
+
+def _decoder(
+    plan: Plan,
+    weights: PackedWeights,
+    positions: int,
+    rank: int,
+    device: torch.device,
+    build: Build,
+) -> Decoder:
     pages = -(-positions // PAGE_POSITIONS)
     pool = PagePool(
         plan.share.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, pages,
@@ -296,22 +321,23 @@ def _decoder(
     pool.fill()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, pages * PAGE_POSITIONS, device)
     decoder = Decoder(
-        plan, weights, rope, pool.tensor, max_sequences=1,
+        plan, weights, rope, pool.tensor, rank=rank, max_sequences=1,
         cache=read_settings().cache, build=build,
     )  # fmt: skip
     decoder.page_tables.copy_(torch.arange(pages, dtype=torch.int32))
     return decoder
 
 
-def _weights(plan: Plan, shape: Shape, device: torch.device) -> PackedWeights:
+def _weights(plan: Plan, shape: Shape, devices: Sequence[torch.device]) -> list[PackedWeights]:
+    """Of every rank."""
     kept = {name: shape.stored[name] for name in plan.formats}
-    drawn = random_tensors(shape.specs, shape.dtype, device, stored=kept)
+    drawn = random_tensors(shape.specs, shape.dtype, devices[0], stored=kept)
     parts = regrouped(drawn, shape.specs, kept, plan.formats)
-    (weights,) = distribute(parts, shape.config, [device], stays_on_host=False, plan=plan)
-    return pack_weights(plan, weights, device)
+    shares = distribute(parts, shape.config, devices, stays_on_host=False, plan=plan)
+    return [pack_weights(plan, *own) for own in zip(shares, devices, strict=True)]
 
 
-def _round_us(decoder: Decoder, context: int, columns: int, asked: argparse.Namespace) -> float:
+def _round_us(decoder: Launcher, context: int, columns: int, asked: argparse.Namespace) -> float:
     """Mean of one launch, as the host sees tokens come."""
     choice, config = None, decoder.plan.model
     if asked.temperature:

@@ -150,10 +150,11 @@ def test_logits_are_the_references(name: str, ranks: int) -> None:
 @EARLY_OR_NOT
 @pytest.mark.usefixtures("routes_early")
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["softmax", "some layers dense", "shared of several sizes"])
-def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, queries: int) -> None:
+def test_no_bit_depends_on_when_buffers_are_cleaned(name: str, ranks: int, queries: int) -> None:
     config = MIXTURES[name]
-    model, _ = spread(config)
+    model, _ = spread(config, ranks)
     ids = prompt(config, 96)
     wanted = model.logits(ids, queries)
     for decoder in model.decoders:
@@ -178,12 +179,13 @@ def test_launches_that_follow_each_other_have_the_same_tokens(name: str) -> None
 
 @EARLY_OR_NOT
 @pytest.mark.usefixtures("routes_early")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_attention_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_blocks(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They attend until the cache is split, in the midst of a launch: bits are those without."""
     monkeypatch.setattr(AttentionPlan, "unsplit_positions", property(lambda _: PAGE_POSITIONS))
     config, weights = MIXTURES[name], random_weights(MIXTURES[name])
-    plan = make_plan(config, Dtype.BF16, here(132))
+    plan = make_plan(config, Dtype.BF16, here(132 // ranks), ranks)
     assert plan.attention_blocks == plan.shape.kv_heads
     model = Spread(config, plan, weights)
     ids = prompt(config, TOKENS)
@@ -196,9 +198,9 @@ def test_attention_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         first = model.ranks.run([Query(0, 0, ids[:begun])], begun)
         rest = model.ranks.run([Query(0, begun, ids[begun:])], TOKENS - begun)
         assert [*first, *rest] == whole
-    decoder.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
+    model.ranks.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
     assert torch.equal(model.logits(ids, 1), one_by_one)
-    decoder.load(Build(trace_round=10))
+    model.ranks.load(Build(trace_round=10))
     model.ranks.run([Query(0, 0, ids)], 12)
     *_, row = decoder.trace.tolist()
     times = zip(spans(plan), pairwise(block_times(plan, row).marks_ns), strict=True)

@@ -13,23 +13,26 @@ _NORMED = Attention(4, 2, 32, qk_norm=True)
 
 
 @contextmanager
-def _tuned(name: str, value: bool | int | None) -> Iterator[None]:
-    before = getattr(HOPPER, name)
-    object.__setattr__(HOPPER, name, value)
+def _tuned(**figures: bool | int | None) -> Iterator[None]:
+    before = {name: getattr(HOPPER, name) for name in figures}
+    for name, value in figures.items():
+        object.__setattr__(HOPPER, name, value)
     try:
         yield
     finally:
-        object.__setattr__(HOPPER, name, before)
+        for name, value in before.items():
+            object.__setattr__(HOPPER, name, value)
 
 
 def routing_early(*, early: bool) -> AbstractContextManager[None]:
     """Plans that are read meanwhile have logits of experts beside attention_output, or not."""
-    return _tuned("routes_early", early)
+    return _tuned(routes_early=early)
 
 
 def guessing(*, guess: bool) -> AbstractContextManager[None]:
     """Plans that are read meanwhile have experts that stream by a guess, or not."""
-    return _tuned("least_guessed_bytes", 0 if guess else None)
+    least = 0 if guess else None
+    return _tuned(least_guessed_bytes=least, ranks_least_guessed_bytes=least)
 
 
 def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:

@@ -404,7 +404,7 @@ def test_attention_blocks_are_a_mixtures_on_sms_without_weights() -> None:
     assert blocks() == 4, "one for each KV head"
     assert blocks(gpu=replace(HOPPER, num_sms=131)) == 0, "three are left beside 128"
     assert blocks(replace(mixture, layers=(windowed, *others))) == 0, "it is never split"
-    assert blocks(ranks=2) == 0
+    assert [blocks(ranks=n) for n in (2, 4)] == [2, 1], "of each rank"
     assert blocks(etude()) == 0
     assert blocks(gpu=TYPICAL["sm_80"]) == 0
 

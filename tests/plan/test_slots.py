@@ -288,6 +288,10 @@ def test_copies_of_experts_pause_where_experts_are_guessed() -> None:
     plain = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"]).with_room_for(1, samples=False)
     assert plain.guesses_experts
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (2, (4, 4, 4))
+    ranks = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"], ranks=2)
+    two = ranks.with_room_for(1, samples=False)
+    assert two.guesses_experts
+    assert (two.waiting_copies_in_flight, two.copies_in_flight) == (2, (3, 3, 3))
     with guessing(guess=True):
         guessed = of_experts("fp8-block")
         assert guessed.guesses_experts

@@ -125,7 +125,8 @@ class Exchanges:
         }
         logits = [kind.experts.num_logits for kind in self.kinds if kind.experts]
         if logits:
-            buffers["expert_logits"] = (EXCHANGE_COPIES, queries, max(logits), 4)
+            parts = shape.summing_ranks if any(kind.routes_early for kind in self.kinds) else 1
+            buffers["expert_logits"] = (EXCHANGE_COPIES, parts, queries, max(logits), 4)
         if any(kind.guesses_experts for kind in self.kinds):
             buffers["guessed_logits"] = (EXCHANGE_COPIES, max(logits), 4)
         if self.attention_blocks:

@@ -14,6 +14,8 @@ from soloist.model.config import Mixture, Router
 
 # A lane of a warp ranks every 32nd expert, in registers.
 MOST_EXPERTS = 512
+# Of a block's tiles of gate_up each lane of a warp knows one.
+MOST_GUESSED_TILES = 32
 # Bits of a word: chosen experts of eight queries are found among so many.
 MOST_CHOSEN = 32
 

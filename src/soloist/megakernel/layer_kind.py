@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.experts import Experts
+from soloist.megakernel.experts import MOST_GUESSED_TILES, Experts
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
@@ -283,9 +283,9 @@ class LayerKind:
     def routes_early(self) -> bool:
         """Logits of experts follow from the stream before attention and from what attention gives.
 
-        Where attention is spread over ranks none of them has all of it.
+        Ranks have a part of attention each, so what they publish are parts of logits.
         """
-        if self.experts is None or self.spread.is_shared or self.layer.attention.output_bias:
+        if self.experts is None or self.layer.attention.output_bias:
             return False
         if self.operations["attention_output"].matrix.format.is_permuted:
             return False
@@ -297,12 +297,16 @@ class LayerKind:
 
         Logits are known up to a factor at first, so they have to be what scores are ranked by.
         """
-        least = self.spread.gpu.architecture.tuning.least_guessed_bytes
+        tuning = self.spread.gpu.architecture.tuning
+        of_ranks = tuning.ranks_least_guessed_bytes
+        least = of_ranks if self.spread.is_shared else tuning.least_guessed_bytes
         if self.experts is None or not self.routes_early or least is None:
             return False
         router = self.experts.router
         ranks_by_logits = router.scores == "softmax" and not router.is_corrected
-        return ranks_by_logits and self.experts.gate_up_block_bytes >= least
+        tiles = router.num_chosen * self.experts.gate_up.units
+        fits_lanes = tiles <= MOST_GUESSED_TILES * self.experts.blocks
+        return ranks_by_logits and fits_lanes and self.experts.gate_up_block_bytes >= least
 
     @property
     def _vector_sizes(self) -> dict[str, int]:

@@ -96,7 +96,7 @@ class Matrix:
     def may_skip_padding(self) -> bool:
         """Whether some warp has only padding of a step, and the kernel can leave that out."""
         is_tile = self.units * self.unit_half_tiles == 2 * self.blocks
-        fits = not self.format.is_plain and self.steps <= min(2, self.format.tiles)
+        fits = not self.may_end_in_half and self.steps <= min(2, self.format.tiles)
         columns = WARP_COLUMNS * (2 if self.pairs_steps else 1)
         padding = self.steps * STEP_COLUMNS - self.columns
         return is_tile and fits and not self.format.super_block and padding >= columns

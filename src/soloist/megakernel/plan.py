@@ -157,9 +157,8 @@ class Plan:
         tuning, kv_heads = self.gpu.architecture.tuning, self.shape.kv_heads
         idle = self.gpu.num_sms - self.grid_blocks
         sees_all = all(layer.attention.window is None for layer in self.model.layers)
-        alone = self.ranks == 1 and not self.shape.has_lanes
         wanted = tuning.has_attention_blocks and self.has_experts
-        return kv_heads if wanted and alone and sees_all and idle >= kv_heads else 0
+        return kv_heads if wanted and sees_all and idle >= kv_heads else 0
 
     def attending(self, queries: int, *, drafts: bool) -> int:
         """Attention blocks in a build for so many queries: one query's, if it does not draft."""
@@ -246,6 +245,8 @@ class Plan:
                 return (self._pausing_copies[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
+        if self.guesses_experts:
+            return (tuning.few_guessing_copies_in_flight[1],) * 3
         few = self._streams_little or (
             self.shape.summing_ranks > 1
             and self.image.busiest_layer_bytes <= tuning.few_ranks_layer_bytes
@@ -260,7 +261,7 @@ class Plan:
         """
         tuning = self.gpu.architecture.tuning
         if self.ranks > 1:
-            return 0
+            return tuning.few_guessing_copies_in_flight[0] if self.guesses_experts else 0
         if self._pauses:
             return self._pausing_copies[0]
         few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes

@@ -47,7 +47,8 @@ class Ranks:
         self.decoders = list(decoders)
         self._devices = [d.pool.device.index or 0 for d in decoders]
         for device in set(self._devices):
-            _require_fit(device, self._devices.count(device) * self.plan.grid_blocks)
+            blocks = self.plan.grid_blocks + self.plan.attention_blocks
+            _require_fit(device, self._devices.count(device) * blocks)
         allow_access(sorted(set(self._devices)))
         for decoder in self.decoders:
             decoder.peers = self.decoders

@@ -81,15 +81,16 @@ class Tuning:
         paired_warp_tiles: of attention's rows, that a warp takes where heads have up to 64 values.
         coded_paired_dim: up to so many values where keys and values are codes.
         routes_early: routers multiply what attention gives, beside attention_output, by a product
-            of both matrices, so that experts stream one exchange earlier. On one GPU only.
+            of both matrices, so that experts stream one exchange earlier.
         least_guessed_bytes: with one query the router applied to the stream before attention
             guesses experts, which stream while blocks wait for the choice: where logits come early,
             and gate_up of the chosen experts has at least so many bytes for each block. Fewer come
             quickly once the choice is known, and disturb the exchanges before it. None: never.
+        ranks_least_guessed_bytes: the same on several GPUs, whose choice takes longer.
         unguessed_slots: of the ring, that are left free of them for experts that the guess misses.
         has_attention_blocks: SMs that have no weights of a mixture attend to a round's only query,
             as long as one block serves a KV head's cache. Its pages are there before q, k and v
-            are, and no block with weights is late for what follows. On one GPU only.
+            are, and no block with weights is late for what follows.
     """
 
     copies_in_flight: int = 3
@@ -132,6 +133,7 @@ class Tuning:
     coded_paired_dim: int = 128
     routes_early: bool = True
     least_guessed_bytes: int | None = 256 * 1024
+    ranks_least_guessed_bytes: int | None = 192 * 1024
     unguessed_slots: int = 3
     has_attention_blocks: bool = True
 
@@ -148,6 +150,7 @@ NEWER = replace(
     several_release_late=False,
     coded_paired_dim=64,
     least_guessed_bytes=None,
+    ranks_least_guessed_bytes=None,
     has_attention_blocks=False,
 )
 # And a warp cannot pass registers on.

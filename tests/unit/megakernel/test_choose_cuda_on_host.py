@@ -51,6 +51,8 @@ void sync_consumers();
 void add_release(u32* p, u32 v);
 u32 load_acquire(const u32* p);
 inline void store_to_peer(u32* p, u32 v) { *p = v; }
+inline void store_to_peer(uint4* p, uint4 v) { *p = v; }
+inline uint4 load_from_peers(const uint4* p) { return load_exchanged(p); }
 u32 acquire_from_peers(const u32* p);
 inline void __threadfence_system() {}
 inline void __threadfence() {}
@@ -60,6 +62,17 @@ u32 __reduce_add_sync(u32 mask, u32 value);
 u32 load_host_acquire(const u32* p);
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 template <class M> inline float* all_logits(u8* workspace, u32 query);
+template <class M> inline uint4* best_records(u8* workspace, u32 copy, u32 query, u32 set) {
+  const u32 at = ((copy & 1) * kMaxQueries + query) * M::kRanks + set;
+  return reinterpret_cast<uint4*>(workspace + M::kWsBest) + at * kNumBlocks;
+}
+"""
+# Behind what it needs of the kernel's structs.
+HEAD_OF_RANKS = r"""
+inline u32 sender_rank(const Params& params, u32) { return params.rank; }
+template <class M> inline u32 first_id(const Params& params) {
+  return M::kRanks > 1 ? params.rank * M::kShareVocab : 0;
+}
 """
 
 HARNESS = r"""
@@ -140,7 +153,9 @@ static void share_logits(const Params& params, u32 round) {
          row += kConsumerThreads) {
       const u32 id = params.rank * M::kShareVocab + row;
       if (row >= M::kShareVocab || id >= M::kVocab) continue;
-      for (u8* peer : exchanges) all_logits<M>(peer, c)[id] = made[c * M::kSampledRows + id];
+      for (u32 peer = 0; peer < M::kRanks; ++peer)
+        if (peer == rank || !sample_state<M>().apart)
+          all_logits<M>(exchanges[peer], c)[id] = made[c * M::kSampledRows + id];
     }
   }
 }
@@ -217,6 +232,8 @@ extern "C" int run(const Launch* launch, const float* logits, const u32* forced,
                    const u32* end_rounds) {
   constexpr u32 kValues = kMaxQueries * M::kSampledRows;
   std::memset(exchanges, 0xFF, sizeof exchanges);
+  if constexpr (M::kRanks > 1)
+    for (u8* own : exchanges) std::memset(own + M::kWsBest, 0, M::kWsBestBytes);
   std::memset(begun, 0, sizeof begun);
   before_load = pause_now_and_then;
   std::memset(lane_turns, 0, sizeof lane_turns);
@@ -306,7 +323,7 @@ def library(request, tmp_path_factory):
     assert plan.blocks == BLOCKS[ranks]
     spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES + '#include "spec.cuh"\n')
-    (folder / "ops" / "head.cuh").write_text(HEAD + structs)
+    (folder / "ops" / "head.cuh").write_text(HEAD + structs + HEAD_OF_RANKS)
     (folder / "spec.cuh").write_text(spec)
     (folder / "harness.cc").write_text(HARNESS)
     built = folder / "choose.so"
@@ -429,6 +446,26 @@ def test_rounds_of_a_launch_are_the_definitions(library, queries):
             expected = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
             assert tokens[r, c] == expected, f"query {c}, round {r}: {sampler.params}"
             sampler.observe(given[c][r + 1] if r + 1 < len(given[c]) else expected)
+
+
+@ON_RANKS
+@pytest.mark.parametrize("queries", [1, 3])
+def test_ranks_look_at_their_own_logits_where_no_query_needs_all(library, queries):
+    """Neither filters nor penalties nor masks: logits stay where they are made."""
+    every = [
+        SamplingParams(temperature=0.9, seed=1),
+        SamplingParams(logit_bias={5: 3.0}, min_tokens=3),
+        SamplingParams(temperature=2.0, seed=5, logit_bias={9: 1.0}),
+    ]
+    samplers = [sampler_of(p) for p in every[:queries]]
+    logits = random_logits(12, queries, seed=30 + queries)
+    tokens = launched(library, samplers, logits, yield_in=9)
+    assert len(tokens) == 10, "all blocks hear that the host wants to stop"
+    for c, sampler in enumerate(samplers):
+        for r in range(10):
+            expected = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
+            assert tokens[r, c] == expected
+            sampler.observe(expected)
 
 
 @ON_ONE

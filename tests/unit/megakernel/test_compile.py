@@ -249,17 +249,28 @@ def test_quantised_experts_compile(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, MAX_QUERIES])
 def test_logits_behind_the_residual_compile_cleanly(queries: int, require_sound) -> None:
-    """As several ranks have them."""
+    """As beside a bias of attention_output, which no logits of both parts could have."""
     with routing_early(early=False):
         plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"])
         assert not plan.routes_early
         require_sound(plan, Build(queries=queries))
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("queries", [1, MAX_QUERIES])
+def test_a_mixture_on_two_gpus_compiles(queries: int, request: pytest.FixtureRequest) -> None:
+    plan = make_plan(read_config(MIXTURE), Dtype.BF16, TYPICAL["sm_90a"], ranks=2)
+    build = Build(queries=queries)
+    require_as_little_spilled(plan, build, 0 if queries == 1 else 104)
+    found = CodeSize.of(compiled(plan, build), "decode")
+    code_sizes.compare(request.node.name, found, request.config)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_front_end_accepts_logits_beside_attention_output(name: str) -> None:
+def test_the_front_end_accepts_logits_beside_attention_output(name: str, ranks: int) -> None:
     with routing_early(early=True):
-        plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS))
+        plan = make_plan(MIXTURES[name], Dtype.BF16, gpu(SMS), ranks)
         assert plan.routes_early
         for queries in (1, MAX_QUERIES):
             require_accepted(plan, Build(queries=queries))

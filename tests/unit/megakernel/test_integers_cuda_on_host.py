@@ -188,7 +188,7 @@ static void run_lane_alone(u32 lane) {
     const auto operand = operand_of_slot(activations, of_warp, lane);
     Ahead<SlotOfWarp<Op>> ahead;
     ahead.fill(operand);
-    multiply_slot(Ring<Kernel>(), warp, lane, operand, ahead);
+    multiply_slot(Ring<Kernel>(), warp, lane, operand, ahead, operand.converted);
   }
 }
 

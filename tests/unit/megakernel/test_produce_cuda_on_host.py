@@ -90,7 +90,10 @@ struct Control {
 template <class M> struct Context;
 constexpr u32 kNoWaits = 1;
 inline float load_exchanged(const float* p) { return *const_cast<const volatile float*>(p); }
-inline bool is_present(float x) { return bits_to<u32>(x) != 0xFFFFFFFF; }
+inline float load_from_peers(const float*) { std::abort(); }
+constexpr u32 kSentinel = 0xFFFFFFFF;
+inline u32 present(float x) { return bits_to<u32>(x); }
+inline bool is_present(float x) { return bits_to<u32>(x) != kSentinel; }
 inline void mbarrier_arrive(u32 at) { pass(at); }
 template <class M>
 u8* exchange_copy(const Params& params, u32 offset, u32 bytes, u32 epoch) {

@@ -23,7 +23,8 @@ CONTEXT = r"""
 #pragma once
 #include "ptx/memory.cuh"
 struct Control { float factor[kMaxQueries]; };
-struct Params { u8* workspace; const float* vectors; };
+struct Params { u8* workspace; const float* vectors; u32 rank; u8* peers[2]; };
+inline u32 sender_rank(const Params& params, u32) { return params.rank; }
 struct Queries {
   u32 given;
   operator u32() const { return kMostQueries == 1 ? 1 : given; }
@@ -49,6 +50,7 @@ inline float present(float x) { return x; }
 inline bool is_present(uint4) { return true; }
 inline bool is_present(float) { return true; }
 inline void store_exchanged(float* to, float x) { *to = x; }
+inline void store_to_peer(float* to, float x) { *to = x; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float warp_sum(float x) {
   for (u32 o = 16; o; o >>= 1) x += __shfl_xor_sync(~0u, x, o);
@@ -61,6 +63,16 @@ u8* exchange_copy(const Params& params, u32 offset, u32, u32 epoch) {
 }
 inline u16* operand_value(u8* buffer, u32 query, u32 k) {
   return reinterpret_cast<u16*>(buffer) + ((k / 32) * kMostQueries + query) * 32 + k % 32;
+}
+"""
+LOGITS = r"""
+#pragma once
+template <class L>
+inline constexpr u32 kLogitParts = kRanks;
+template <class M>
+float* expert_logits(u8* workspace, u32 epoch, u32 rank, u32 query) {
+  float* parts = reinterpret_cast<float*>(workspace);
+  return epoch == 7 ? parts + (rank * kMaxQueries + query) * M::kMostLogits : nullptr;
 }
 """
 GUESS = r"""
@@ -93,14 +105,16 @@ u8* attended_operand(const Context<M>& cx, u32 epoch) {
 MAIN = r"""
 #include "ops/route.cuh"
 struct L {
+  using M = Model;
   static constexpr u64 kVecRouter = 0, kVecRouterOutput = kRows * Model::kHidden;
   static constexpr bool kGuesses = kGuessed;
   static u32 first_router_row(u32 block) { return block * kRows / kBlocks; }
   static u64 vectors(u32) { return 64; }
 };
 extern "C" void route(u8* workspace, const float* vectors, const float* factors,
-                      const float* scales, u32 queries) {
-  const Params params{workspace, vectors};
+                      const float* scales, u32 queries, u32 rank, u8* other) {
+  const Params params{workspace, vectors, rank,
+                      {rank ? other : workspace, rank ? workspace : other}};
   for (u32 block = 0; block < kBlocks; ++block) {
     std::memset(shared, 0xFF, 1 << 16);
     std::memcpy(shared, factors, kMaxQueries * 4);
@@ -123,15 +137,28 @@ ROWS, BLOCKS = 20, 7
 
 @dataclass(frozen=True)
 class Seen:
-    """Logits [queries, rows] of the kernel's code, and what they are; of the stream alone, too."""
+    """Logits [queries, rows] of the kernel's code, and what they are; of the stream alone, too.
+
+    `others`: what another rank has of them.
+    """
 
     logits: Tensor
+    others: Tensor
     wanted: Tensor
     guessed: Tensor
     of_stream: Tensor
 
 
-def run(folder: Path, hidden: int, heads: int, queries: int, *, guesses: bool = False) -> Seen:
+def run(
+    folder: Path,
+    hidden: int,
+    heads: int,
+    queries: int,
+    *,
+    guesses: bool = False,
+    rank: int | None = None,
+) -> Seen:
+    """`rank`: of two."""
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
@@ -146,7 +173,7 @@ def run(folder: Path, hidden: int, heads: int, queries: int, *, guesses: bool = 
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": room, "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32, "kRows": ROWS, "kBlocks": BLOCKS,
-        "kGuessed": guesses,
+        "kGuessed": guesses, "kRanks": 1 if rank is None else 2,
     }  # fmt: skip
     spec = ['#pragma once\n#include "ptx/types.cuh"', *_constants(counts)]
     spec += ["struct Model {", *_constants(sizes, "static "), "};"]
@@ -157,6 +184,7 @@ def run(folder: Path, hidden: int, heads: int, queries: int, *, guesses: bool = 
         "ptx/touch.cuh": TOUCH,
         "tile/context.cuh": CONTEXT,
         "tile/guess.cuh": GUESS,
+        "tile/logits.cuh": LOGITS,
         "ops/hidden.cuh": HIDDEN,
         "ops/attention/exchange.cuh": "#pragma once\n",
         "ops/route.cuh": (CUDA / "ops/route.cuh").read_text(encoding="utf-8"),
@@ -190,13 +218,18 @@ def run(folder: Path, hidden: int, heads: int, queries: int, *, guesses: bool = 
     )
     vectors = torch.cat([torch.full((64,), torch.nan), router.flatten(), product.flatten()])
     code = ctypes.CDLL(str(folder / "route.so"))
-    code.route(*map(place, (workspace, vectors, factors, scales)), queries)
-    seen = workspace[: room * ROWS * 4].view(torch.float32).view(room, ROWS)[:queries]
+    other = torch.zeros(4096, dtype=torch.uint8)
+    given = map(place, (workspace, vectors, factors, scales))
+    code.route(*given, queries, rank or 0, place(other))
+    parts = [
+        x[:4096].view(torch.float32)[(rank or 0) * MAX_QUERIES * ROWS :] for x in (workspace, other)
+    ]
+    seen, others = (part[: queries * ROWS].view(queries, ROWS) for part in parts)
     assumed = (scales / factors)[:queries, None]
     of_stream = stream.float() @ router.T
-    wanted = of_stream / assumed + attention.float() @ product.T
+    wanted = attention.float() @ product.T + (0 if rank else of_stream / assumed)
     guessed = workspace[2048 : 2048 + ROWS * 4].view(torch.float32)
-    return Seen(seen, wanted, guessed, of_stream)
+    return Seen(seen, others, wanted, guessed, of_stream)
 
 
 @pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
@@ -207,6 +240,15 @@ def test_logits_follow_from_the_stream_and_from_attention(
     """Each is a row of the router times the stream, over the scale that was assumed, and more."""
     seen = run(tmp_path, 160, heads, queries)
     torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_tell_each_other_their_parts(rank: int, queries: int, tmp_path: Path) -> None:
+    """Each gives what its part of attention does, and the first one adds the stream's."""
+    seen = run(tmp_path, 160, 2, queries, rank=rank)
+    torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
+    assert torch.equal(seen.others, seen.logits)
 
 
 @pytest.mark.parametrize("hidden", [160, 2048, 4480])

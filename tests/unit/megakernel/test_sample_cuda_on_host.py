@@ -91,6 +91,13 @@ static SampleEpochs epochs[kAll];
 
 struct Grid : HostGrid {
   void acquire() const {}
+  u32 num_records() const { return kNumBlocks; }
+  void publish(SampleScratch& scratch, u32 copy, u32 query, uint4 record) const {
+    store_exchanged(&scratch.records[copy][query][block()], record);
+  }
+  uint4 record(const SampleScratch& scratch, u32 copy, u32 query, u32 n) const {
+    return load_exchanged(&scratch.records[copy][query][n]);
+  }
   u32 num_unseen(u32 query, u32 token) const {
     return num_drafts ? std::count(drafts + 1, drafts + query + 1, token) : 0;
   }

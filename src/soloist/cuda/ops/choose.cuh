@@ -20,6 +20,7 @@ struct SampleState {
   SampleEpochs epochs;
   u32 arrivals;  // that the last barrier waited for
   u32 masked;    // queries whose tokens the host may forbid, a bit each
+  u32 apart;     // of several ranks each looks at the logits that it makes: no query needs those of others
 };
 template <class M>
 constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
@@ -31,7 +32,10 @@ __device__ __forceinline__ const DraftControl& draft_control(const Control& cont
 }
 
 // All blocks run at once, so they may wait for each other.
+template <class M>
 struct WholeGrid {
+  const Params& params;
+  bool apart;  // as of SampleState: blocks of all ranks exchange records
   u32* counter;
   u32 arrivals;
   const Control& control;
@@ -55,6 +59,19 @@ struct WholeGrid {
     }
     return count;
   }
+  __device__ __forceinline__ u32 num_records() const { return apart ? kPeers * kNumBlocks : kNumBlocks; }
+  __device__ __forceinline__ void publish(SampleScratch& scratch, u32 copy, u32 query, uint4 record) const {
+    if (!apart) return store_exchanged(&scratch.records[copy][query][block()], record);
+    if constexpr (kPeers > 1)
+#pragma unroll
+      for (u32 r = 0; r < kPeers; ++r)
+        store_to_peer(best_records<M>(params.peers[r], copy, query, 0) + sender_rank(params, r) * kNumBlocks + block(), record);
+  }
+  __device__ __forceinline__ uint4 record(const SampleScratch& scratch, u32 copy, u32 query, u32 n) const {
+    if constexpr (kPeers > 1)
+      if (apart) return load_from_peers(best_records<M>(params.workspace, copy, query, 0) + n);
+    return load_exchanged(&scratch.records[copy][query][n]);
+  }
   // Thread 0 speaks for its block: what the others wrote before the first block barrier is released
   // with its arrival, and what it acquires is theirs after the second.
   __device__ __forceinline__ void sync() {
@@ -69,22 +86,21 @@ struct WholeGrid {
   }
 };
 
-// Token ids that a block of the grid looks at, without rows of padding: of one rank those whose logits it makes.
+// Token ids that this block of the grid looks at, without rows of padding. apart: those whose logits it makes, as of one rank in any case;
+// otherwise blocks of a rank have those of all ranks.
 template <class M>
 struct OwnIds {
   u32 begin, end;
   static __device__ __forceinline__ u32 first(u32 block) {
     return min(M::kVocab, block * (M::kSampledRows / 8) / kNumBlocks * 8);
   }
-  static __device__ __forceinline__ u32 id(u32 lane, u32 row) {
-    return min(M::kVocab, lane * M::kShareVocab + min(M::kShareVocab, row));
-  }
-  __device__ __forceinline__ explicit OwnIds(u32 block) {
-    if constexpr (M::kHasLanes && kPeers == 1) {
+  static __device__ __forceinline__ u32 id(u32 first, u32 row) { return min(M::kVocab, first + min(M::kShareVocab, row)); }
+  __device__ __forceinline__ OwnIds(const Params& params, u32 block, bool apart) {
+    if ((M::kHasLanes && kPeers == 1) || (kPeers > 1 && apart)) {
       using Head = typename M::Head;
-      const u32 lane = block / M::kLaneBlocks, own = block % M::kLaneBlocks;
-      begin = id(lane, Head::first_unit(own) * 8);
-      end = id(lane, Head::first_unit(own + 1) * 8);
+      const u32 own = block % M::kLaneBlocks, of_all = first_id<M>(params);
+      begin = id(of_all, Head::first_unit(own) * 8);
+      end = id(of_all, Head::first_unit(own + 1) * 8);
     } else {
       begin = first(block);
       end = first(block + 1);
@@ -107,6 +123,10 @@ __device__ __forceinline__ const DraftBuffers& draft_buffers(const typename Para
 template <class M>
 __device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cast<SampleState*>(shared_part<M>(M::kShSampling)); }
 
+// Histories of output are kept by who looks at a token's logits, whichever queries a launch has beside.
+__device__ __forceinline__ bool needs_all_logits(const SampleParams& p) {
+  return filters(p) || (p.flags & (kSampleMasked | kSamplePenalties));
+}
 // By all threads of a block, before the first round of a sampled launch.
 template <class M>
 __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
@@ -127,6 +147,10 @@ __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
 #pragma unroll
     for (u32 i = 0; i < kMaxQueries; ++i) masked |= launch.sampling[i].flags & kSampleMasked ? 1u << i : 0;
     state.masked = masked & ((1u << launch.queries) - 1);
+    bool apart = kPeers > 1;
+#pragma unroll 1
+    for (u32 i = 0; i < launch.queries; ++i) apart = apart && !needs_all_logits(launch.sampling[i]);
+    state.apart = apart;
   }
 }
 
@@ -204,14 +228,16 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
-  WholeGrid grid{&workspace.arrivals, state.arrivals, control};
+  const bool apart = kPeers > 1 && state.apart;
+  WholeGrid<M> grid{params, apart, &workspace.arrivals, state.arrivals, control};
   SampleEpochs epochs = state.epochs;
   const float* logits = params.logits + round * params.launch->logits_round_stride;
-  const OwnIds<M> own(grid.block());
+  const OwnIds<M> own(params, grid.block(), apart);
   u32 outcome = 0;
   if constexpr (kPeers > 1) {
     logits = all_logits<M>(params.workspace, 0);
-    outcome = meet_ranks<M>(params, grid.block(), round, control, where);
+    if (!apart) outcome = meet_ranks<M>(params, grid.block(), round, control, where);
+    else if (params.rank == 0) outcome = *const_cast<volatile u32*>(&control.yield) ? 1 : 0;  // its first block's counts
   }
   const SampleArgs& args = state.args;
   if (grid.thread() == 0) {
@@ -254,7 +280,7 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
 template <class M>
 __device__ __forceinline__ void observe(const Params& params, u32 block, u32 query, u32 id) {
   const SampleParams& p = sample_state<M>().params[query];
-  const OwnIds<M> own(block);
+  const OwnIds<M> own(params, block, false);
   if (p.flags & kSamplePenalties)
     record_token(params.sample.seen + static_cast<u64>(p.history) * M::kSampledRows, id, own.begin, own.end);
 }

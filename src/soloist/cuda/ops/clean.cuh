@@ -46,8 +46,10 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
   using M = typename L::M;
   constexpr u32 kChunks = L::Down::kColumns / 8;
   const u32 first = L::first_router_row(block), chosen = queries * L::kChosen;
-  clear_words(exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch), M::kMostLogits * 4, queries, first,
-              L::first_router_row(block + 1) - first, lane);
+#pragma unroll
+  for (u32 part = 0; part < kLogitParts<L>; ++part)
+    clear_words(reinterpret_cast<u8*>(expert_logits<M>(params.workspace, epoch, part, 0)), M::kMostLogits * 4, queries, first,
+                L::first_router_row(block + 1) - first, lane);
   if constexpr (L::kGuesses)
     clear_words(exchange_copy<M>(params, M::kWsGuessedLogits, M::kWsGuessedLogitsBytes, epoch), 0, 1, first,
                 L::first_router_row(block + 1) - first, lane);
@@ -72,11 +74,11 @@ __device__ __forceinline__ void weigh_experts(const Params& params, Control* con
   using M = typename L::M;
   using Choice = ExpertChoice<L>;
   ExpertSlots<M>& slots = expert_slots<M>(reinterpret_cast<u8*>(control) - M::kShControl);
-  const float* logits = expert_logits<M>(params, epoch, 0);
+  const float* logits = expert_logits<M>(params.workspace, epoch, 0, 0);
   const float scale = *const_cast<const volatile float*>(&control->scale);
   float logit[Choice::kEach];
 #pragma unroll 1
-  while (!load_logits<L>(logits, lane, logit)) {}
+  while (!load_logits<L, kLogitParts<L>>(logits, lane, logit)) {}
   Choice choice;
 #pragma unroll
   for (u32 i = 0; i < Choice::kEach; ++i) {
@@ -87,7 +89,7 @@ __device__ __forceinline__ void weigh_experts(const Params& params, Control* con
   slots.template fill_shares<L>(choice, lane);
   if constexpr (L::kGatesShared) {
     float gate;
-    do gate = load_exchanged(logits + L::kExperts);
+    do gate = load_logit<kLogitParts<L>, M>(logits + L::kExperts);
     while (!is_present(gate));
     if (lane == 0) slots.shared_share[0] = sigmoid(gate * scale);
   }

@@ -22,16 +22,16 @@ __device__ __forceinline__ void load_corrections(const Context<M>& cx, u32 layer
 // Until all logits of this warp's query have come.
 template <class L, class M>
 __device__ __forceinline__ void wait_for_logits(const Context<M>& cx, float (&logit)[ExpertChoice<L>::kEach]) {
-  const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
+  const float* logits = expert_logits<M>(cx.params.workspace, cx.layers_done, 0, cx.warp);
 #pragma unroll 1
-  while (!load_logits<L>(logits, cx.lane, logit)) {}
+  while (!load_logits<L, kLogitParts<L>>(logits, cx.lane, logit)) {}
 }
 // What the MLP that all tokens take counts for, by a logit that is still to be multiplied by `factor`.
 template <class L, class M>
 __device__ __forceinline__ void note_gate(const Context<M>& cx, float factor) {
-  const float* logits = expert_logits<M>(cx.params, cx.layers_done, cx.warp);
+  const float* logits = expert_logits<M>(cx.params.workspace, cx.layers_done, 0, cx.warp);
   float gate;
-  do gate = load_exchanged(logits + L::kExperts);
+  do gate = load_logit<kLogitParts<L>, M>(logits + L::kExperts);
   while (!is_present(gate));
   if (cx.lane == 0) expert_slots<M>(cx.shared.base).shared_share[cx.warp] = sigmoid(gate * factor);
 }
@@ -79,11 +79,11 @@ __device__ __forceinline__ void gate_up_of_shared(Context<M>& cx, u32 layer) {
 // code is at hand when they have.
 template <class L, class M>
 __device__ __forceinline__ void choose_alone(Context<M>& cx, ExpertSlots<M>& slots) {
-  const float* logits = expert_logits<M>(cx.params, cx.layers_done, 0);
+  const float* logits = expert_logits<M>(cx.params.workspace, cx.layers_done, 0, 0);
   float logit[ExpertChoice<L>::kEach];
 #pragma unroll 1
   for (bool rehearses = true, ready = false; !ready; rehearses = false) {
-    ready = load_logits<L>(logits, cx.lane, logit);
+    ready = load_logits<L, kLogitParts<L>>(logits, cx.lane, logit);
     if (!ready && !rehearses) continue;
     if (ready) cx.mark();
     slots.template fill<L>(ExpertChoice<L>(logit, cx.lane), cx.lane);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void router(L, Context<M>& cx, u32 layer) {
       float sum = now[cx.warp];
 #pragma unroll
       for (u32 w = 1; w < kConsumerWarps; ++w) sum += now[w * kMostQueries + cx.warp];
-      store_exchanged(expert_logits<M>(cx.params, cx.layers_done, cx.warp) + r, present(sum * factor));
+      store_exchanged(expert_logits<M>(cx.params.workspace, cx.layers_done, 0, cx.warp) + r, present(sum * factor));
     }
   }
   if constexpr (L::kHasSharedMlp) gate_up_of_shared<L>(cx, layer);
@@ -229,23 +229,25 @@ __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<
     for (u32 tile = first; tile < end; ++tile) use(tile / GateUp::kUnits, tile % GateUp::kUnits);
   } else {
     using Tiles = GuessedTiles<L>;
+    static_assert(Tiles::kMost <= 32, "a lane for each tile");
     const Tiles tiles(cx.block);
+    const u32 place = tiles.place(cx.lane), unit = tiles.unit(cx.lane);
     const ExpertGuess<M>& guess = expert_guess<M>(cx.shared.base);
     const ChoiceBarriers barriers{cx.chosen, cx.guesses++ & 1};
     mbarrier_wait(barriers.corrected(), barriers.parity);
-    const u32 issued = guess.issued, wrong = guess.wrong;
-    const u32 slot_of_place = slots.slot_of(cx.lane < L::kChosen ? guess.expert[cx.lane] : 0);
+    const u32 issued = guess.issued, wrong = guess.wrong, begun = (issued + Tiles::kTileSlots - 1) / Tiles::kTileSlots;
+    const u32 slot = slots.slot_of(cx.lane < tiles.count ? guess.expert[place] : 0);
+    const u32 right = __ballot_sync(~0u, cx.lane < begun && !(wrong >> place % 32 & 1));
     // First those that came by the guess and are right, then all others.
 #pragma unroll 1
-    for (u32 n = 0; n < 2 * tiles.count; ++n) {
-      const bool again = n >= tiles.count;
-      const u32 i = again ? n - tiles.count : n, place = tiles.place(i), slots_before = i * Tiles::kTileSlots;
-      const bool came = slots_before < issued, is_right = came && !(wrong >> place & 1);
-      if (again == is_right) {
-        if (came && !again) cx.ring.skip(cx.lane, min(Tiles::kTileSlots, issued - slots_before));
+    for (u32 n = 0; n < begun + tiles.count; ++n) {
+      const bool again = n >= begun;
+      const u32 i = again ? n - begun : n;
+      if (again == (right >> i & 1)) {
+        if (!again) cx.ring.skip(cx.lane, min(Tiles::kTileSlots, issued - i * Tiles::kTileSlots));
         continue;
       }
-      use(__shfl_sync(~0u, slot_of_place, place), tiles.unit(i));
+      use(__shfl_sync(~0u, slot, i), __shfl_sync(~0u, unit, i));
     }
   }
 }
@@ -388,25 +390,36 @@ struct SlotsTogether : L::Down {
   static constexpr u32 kSlots = most(), kSteps = kSlots * Down::kSteps, kStepsAtOnce = kSteps;
 };
 
+// Whether each warp has a slot of `down`. Of 16 bits there has to be room for the sums.
+template <class L>
+constexpr bool has_slots_of_warps() {
+  using Op = SlotOfWarp<typename L::Down>;
+  return L::kChosen == kConsumerWarps && Op::kFits && (!Op::kIsPlain || L::kChosen * Op::kParts * 2 <= L::M::kHeadDim);
+}
 // Adds the sums of all slots to a row's totals, each slot's by one warp. Sums have the order of those of slots that all warps share.
 template <class L, class M>
 __device__ __forceinline__ void add_slots_of_warps(Context<M>& cx, const GlobalOperand<SlotOfWarp<typename L::Down>>& operand,
                                                    Ahead<SlotOfWarp<typename L::Down>>& ahead, Sums<typename L::Down>& totals) {
+  using Op = SlotOfWarp<typename L::Down>;
   const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
-  if (!ahead.is_there()) ahead.fill(operand);
+  // Sums of a slot lie where its activations were converted, or where queries lie while the block attends.
+  constexpr u32 kSlotBytes = Op::kIsPlain ? Op::kParts * 64 : kConvertedSteps * 128;
+  static_assert(!Op::kIsPlain || L::kChosen * kSlotBytes <= 16 * M::kHeadDim * 2, "room for all slots");
+  const u32 sums = Op::kIsPlain ? shared_address(cx.shared.q_rows()) : cx.shared.converted();
+  if (!has_come(ahead)) ahead.fill(operand);
   if constexpr (!L::kHasSharedMlp) cx.arrived();
   if (kAblation != kNoMultiply) {
-    multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead);
+    multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead, sums + cx.warp * kSlotBytes);
     cx.ring.advance(L::kChosen);
   }
   // All sums are there. All slots have come, too, for which no warp but one has waited: who was ahead of a copy by the whole ring would
   // take its old phase for the next one's end.
   cx.sync();
-  if (cx.warp >= SlotOfWarp<typename L::Down>::kParts) return;
-  const u32 own = cx.shared.converted() + cx.warp * 64 + cx.lane / 4 * 4;
+  if (cx.warp >= Op::kParts) return;
+  const u32 own = sums + cx.warp * 64 + cx.lane / 4 * 4;
 #pragma unroll
   for (u32 slot = 0; slot < L::kChosen; ++slot) {
-    const u32 at = own + slot * (kConvertedSteps * 128);
+    const u32 at = own + slot * kSlotBytes;
     totals.c[0][0][0] = __fmaf_rn(__uint_as_float(load_shared1(at)), slots.share[slot][0], totals.c[0][0][0]);
     totals.c[0][0][2] = __fmaf_rn(__uint_as_float(load_shared1(at + 32)), slots.share[slot][0], totals.c[0][0][2]);
   }
@@ -468,10 +481,10 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
     add_to_stream<InStream<M>>(cx, totals, cx.next_in(), vectors, ranks, layer);
     cx.mark();
   };
-  if constexpr (kConverting && L::kChosen == kConsumerWarps && SlotOfWarp<Down>::kFits) {
+  if constexpr (has_slots_of_warps<L>()) {
     const auto operand = operand_of_slot(gated + cx.warp * (L::kSlotColumns * 2), GlobalOperand<SlotOfWarp<Down>>(gated, cx), cx.lane);
     Ahead<SlotOfWarp<Down>> ahead;
-    ahead.load(operand, 0);
+    ask_for_first(ahead, operand);
     if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
     add_slots_of_warps<L>(cx, operand, ahead, totals);
     return finish();

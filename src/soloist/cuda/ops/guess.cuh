@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 guess_experts(const Params& params, ExpertGuess<M
   const float* logits = guessed_logits<M>(params, epoch);
   float logit[kEach];
 #pragma unroll 1
-  while (!load_logits<L>(logits, lane, logit)) {}
+  while (!load_logits<L, 1>(logits, lane, logit)) {}
   const ExpertChoice<L> choice(logit, lane, [&](u32 place, u32 expert) { guess.expert[place] = expert; });
 #pragma unroll
   for (u32 i = 0; i < kEach; ++i) {

@@ -22,7 +22,7 @@ __device__ __forceinline__ Best warp_best(Best best) {
   return best;
 }
 // {value, id, the word of the first block of rank 0, round + 1}, [rank or lane][block]; two copies are used alternately, and the
-// round says whose it is.
+// round says whose it is. Kernels that sample have records of another choice there.
 template <class M>
 inline constexpr u32 kRecordSets = M::kRanks * M::kLanes;
 template <class M>
@@ -54,8 +54,9 @@ __device__ __forceinline__ u32 first_id(const Params& params) {
   return M::kHasLanes ? own_lane<M>(params) * M::kShareVocab : M::kRanks > 1 ? params.rank * M::kShareVocab : 0;
 }
 
+// `shared_logits`: of several ranks each stores those that it makes to all.
 template <class M>
-__device__ __forceinline__ void head(Context<M>& cx, float* logits) {
+__device__ __forceinline__ void head(Context<M>& cx, float* logits, bool shared_logits) {
   using Head = typename M::Head;
   const u32 units = Head::num_units(cx.block), first = Head::first_unit(cx.block) * 8;
   using Stream = HeadStream<M>;
@@ -99,14 +100,15 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits) {
           if constexpr (kSamples && kPeers > 1) {
 #pragma unroll
             for (u32 r = 0; r < kPeers; ++r)
-              store_to_peer(all_logits<M>(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
+              if (shared_logits || r == cx.params.rank) store_to_peer(all_logits<M>(cx.params.peers[r], cx.warp) + id, __float_as_uint(y));
           }
-          best = better(best, Best{y, id});
+          if constexpr (!kSamples) best = better(best, Best{y, id});
         }
       }
     });
   }
   cx.mark();
+  if constexpr (kSamples) return;  // records are of another choice
   if (cx.warp < cx.queries) {
     best = warp_best(best);
     if (cx.lane == 0) {

@@ -1,6 +1,7 @@
 // Whose data a stuck block of several ranks lacks, for the watchdog's report.
 #pragma once
 #include "ops/choose.cuh"
+#include "ops/route.cuh"
 
 __device__ __forceinline__ bool lacks_sums(const float* own_rows, u32 rows) {
   bool any = false;
@@ -8,8 +9,30 @@ __device__ __forceinline__ bool lacks_sums(const float* own_rows, u32 rows) {
   for (u32 r = 0; r < rows; ++r) any |= acquire_from_peers(reinterpret_cast<const u32*>(own_rows) + r) == kSentinel;
   return any;
 }
+// Of a round's first query, in a layer whose logits are sums over ranks.
+template <class M>
+__device__ __forceinline__ bool lacks_logits(const Params& params, u32 layer, u32 epoch, u32 rank) {
+  bool any = false;
+  M::of_layer(layer, [&](auto kind) {
+    using L = decltype(kind);
+    if constexpr (kLogitParts<L> > 1) any = lacks_sums(expert_logits<M>(params.workspace, epoch, rank, 0), L::kExperts);
+  });
+  return any;
+}
+// Where ranks look at their own logits: of a round's first query, whose exchange counts on from the last finished choice.
+template <class M>
+__device__ __forceinline__ bool lacks_records(const Params& params, u32 rank) {
+  const u32 done = sample_state<M>().epochs.exchanges;
+  const uint4* records = best_records<M>(params.workspace, done + 1, 0, 0) + rank * kNumBlocks;
+  bool any = false;
+#pragma unroll 1
+  for (u32 b = 0; b < kNumBlocks; ++b) any |= acquire_from_peers(&records[b].w) >> 1 <= done;
+  return any;
+}
 template <class M>
 __device__ __forceinline__ bool lacks_choice(const Params& params, u32 round, u32 rank) {
+  if constexpr (kSamples)
+    if (sample_state<M>().apart) return lacks_records<M>(params, rank);
   bool any = false;
 #pragma unroll 1
   for (u32 b = 0; b < (kSamples ? kNumBlocks : M::kLaneBlocks); ++b) {
@@ -72,6 +95,8 @@ __device__ __forceinline__ u32 missing_ranks(const Params& params, const volatil
         any = lacks_sums(rank_sums<MidStream<M>>(params.workspace, layers_done, rank, 0) + first, rows);
       else if (phase == Phase::kDown)
         any = lacks_sums(rank_sums<InStream<M>>(params.workspace, layers_done + round + 1, rank, 0) + first, rows);
+      else if (phase == Phase::kRouter)
+        any = lacks_logits<M>(params, where->layer, layers_done, rank);
       else if (phase == Phase::kChoose || phase == Phase::kMask)
         any = lacks_choice<M>(params, round, rank);
       missing |= any ? 1u << rank : 0;

@@ -4,12 +4,7 @@
 #include "ops/hidden.cuh"
 #include "ptx/touch.cuh"
 #include "tile/guess.cuh"
-
-template <class M>
-__device__ __forceinline__ float* expert_logits(const Params& params, u32 epoch, u32 query) {
-  u8* now = exchange_copy<M>(params, M::kWsExpertLogits, M::kWsExpertLogitsBytes, epoch);
-  return reinterpret_cast<float*>(now) + query * M::kMostLogits;
-}
+#include "tile/logits.cuh"
 
 // Eight numbers of a router's row, and their product with as many activations.
 __device__ __forceinline__ void load_router(const float* at, float4 (&part)[2]) {
@@ -143,8 +138,35 @@ __device__ __forceinline__ float published_guess(const Context<M>& cx, u32 row) 
   return x;
 }
 
+// Where a logit of this warp's query goes, in the memory of all ranks that add it to those of others. Worked out while what it is made of
+// is waited for.
+template <class L>
+struct LogitPlaces {
+  using M = typename L::M;
+  static constexpr u32 kPlaces = kLogitParts<L>;
+  float* to[kPlaces];
+
+  __device__ __forceinline__ LogitPlaces(const Context<M>& cx, u32 row) {
+#pragma unroll
+    for (u32 r = 0; r < kPlaces; ++r) {
+      u8* workspace = kPlaces == 1 ? cx.params.workspace : cx.params.peers[r];
+      to[r] = expert_logits<M>(workspace, cx.layers_done, kPlaces == 1 ? 0 : sender_rank(cx.params, r), cx.warp) + row;
+      if constexpr (kPlaces > 1 && kMostQueries == 1) asm volatile("" : "+l"(to[r]));  // as of `RankRows`
+    }
+  }
+  __device__ __forceinline__ void store(float logit) const {
+    if constexpr (kPlaces == 1) {
+      store_exchanged(to[0], present(logit));
+    } else {
+#pragma unroll
+      for (u32 r = 0; r < kPlaces; ++r) store_to_peer(to[r], present(logit));
+    }
+  }
+};
+
 // Logits beside attention_output, one exchange before the residual is known. They are linear in what attention gives:
-// R (x + Wo a) = R x + (R Wo) a, where the loader made R Wo. The first part is there while attention is on its way.
+// R (x + Wo a) = R x + (R Wo) a, where the loader made R Wo. The first part is there while attention is on its way. Of several ranks each
+// has the columns of R Wo that its part of attention is for, and the first one adds R x.
 // Published without the residual's norm, which is positive and follows. `came`: called once, when what attention gives is there for all
 // of the warp's logits.
 template <class L, class Came, class M>
@@ -169,6 +191,7 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer, const Cam
       row.add_up(cx, before, now);
     }
     product.load(vectors + L::kVecRouterOutput + r * kAttended, cx.thread);
+    const LogitPlaces<L> places(cx, r);
     product.add_up(cx, attended, now + kSums);
     if (r + 1 == end) came();
     cx.sync();
@@ -180,8 +203,8 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer, const Cam
         of_attention += now[kSums + w * kMostQueries + cx.warp];
       }
       // The stream was published times the scale that was assumed: the true one over this factor.
-      const float logit = of_stream * __fdividef(cx.shared.control().factor[cx.warp], cx.scale) + of_attention;
-      store_exchanged(expert_logits<M>(cx.params, cx.layers_done, cx.warp) + r, present(logit));
+      const float scaled = of_stream * __fdividef(cx.shared.control().factor[cx.warp], cx.scale);
+      places.store(kLogitParts<L> == 1 || cx.params.rank == 0 ? scaled + of_attention : of_attention);
     }
   }
 }

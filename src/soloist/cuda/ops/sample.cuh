@@ -13,6 +13,9 @@
 //   u32 warp_max(u32 value), warp_add(u32 value)  over the warp
 //   u32 block(), num_blocks(), thread()           num_blocks() <= kNumBlocks
 //   u32 num_unseen(u32 query, u32 id)             times that drafts up to the query's own are this id, which `seen` lacks
+//   u32 num_records()                             of a query's exchange: of all blocks, the first of which speaks for the host
+//   void publish(SampleScratch&, u32 copy, u32 query, uint4)       the block's record
+//   uint4 record(const SampleScratch&, u32 copy, u32 query, u32 n)  the n-th, if it has come
 //
 // spec.cuh gives kNumBlocks, kConsumerThreads (32 times a power of two), kMaxQueries, the
 // constants in namespace sampling, SampleParams, SampleStep and their flags (sampling_header.py).
@@ -142,6 +145,10 @@ struct SampleShared {
 };
 static_assert(sizeof(SampleShared) <= kSampleSharedBytes, "what the plan sets aside");
 
+// Which tokens are kept follows from the scores of all.
+__device__ __forceinline__ bool filters(const SampleParams& p) {
+  return !(p.flags & kSampleGreedy) && (p.top_k | p.top_p_steps | p.min_p_steps);
+}
 // A token joined the output of a history; by one thread of every block, or of its owner alone.
 __device__ __forceinline__ void record_token(u32* seen_row, u32 id, u32 row_begin, u32 row_end) {
   if (id >= row_begin && id < row_end) seen_row[id] += 1;
@@ -217,10 +224,7 @@ class TokenChoice {
   __device__ __forceinline__ bool is_filtered(u32 c) const { return filtered >> c & 1; }
   __device__ __forceinline__ bool is_adjusted(u32 c) const { return adjusted >> c & 1; }
   __device__ __forceinline__ bool is_greedy(u32 c) const { return args.params[c].flags & kSampleGreedy; }
-  __device__ __forceinline__ bool has_filter(u32 c) const {
-    const SampleParams& p = args.params[c];
-    return !is_greedy(c) && (p.top_k | p.top_p_steps | p.min_p_steps);
-  }
+  __device__ __forceinline__ bool has_filter(u32 c) const { return filters(args.params[c]); }
   __device__ __forceinline__ bool is_banned(u32 c) const {
     return args.steps[c].num_output < args.params[c].min_tokens && args.params[c].ban_count;
   }
@@ -496,9 +500,8 @@ class TokenChoice {
   // a query. Ends with a barrier.
   template <class PassOf>
   __device__ __forceinline__ void exchange(const PassOf& pass_of) {
-    constexpr u32 kEach = (kNumBlocks + 31) / 32;
-    const u32 flag = ++epochs.exchanges << 1;
-    auto& records = scratch.records[epochs.exchanges & 1];
+    constexpr u32 kEach = (kNumBlocks + 31) / 32;  // of a lane, at a time
+    const u32 flag = ++epochs.exchanges << 1, copy = epochs.exchanges & 1, count = grid.num_records();
     grid.block_sync();
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps) {
@@ -507,37 +510,40 @@ class TokenChoice {
       const u32 other = grid.warp_max(own.other);
       const u64 choice = warp_max(own.choice);
       if (lane == 0)
-        store_exchanged(&records[c][grid.block()], make_uint4(other, static_cast<u32>(choice),
-                                                              static_cast<u32>(choice >> 32), flag | args.note));
+        grid.publish(scratch, copy, c, make_uint4(other, static_cast<u32>(choice), static_cast<u32>(choice >> 32), flag | args.note));
     }
 #pragma unroll 1
     for (u32 c = warp; c < args.queries; c += kWarps) {
       const u32 pass = pass_of(c);
       if (pass == kFound) continue;
-      uint4 record[kEach] = {};
-      bool ready;
-      do {
-        ready = true;
+      u32 other = 0, note = 0;
+      u64 choice = 0;
+#pragma unroll 1
+      for (u32 begin = 0; begin < count; begin += 32 * kEach) {
+        uint4 record[kEach] = {};
+        bool ready;
+        do {
+          ready = true;
+#pragma unroll
+          for (u32 i = 0; i < kEach; ++i) {
+            const u32 n = begin + lane + 32 * i;
+            if (n >= count) continue;
+            record[i] = grid.record(scratch, copy, c, n);
+            ready = ready && (record[i].w | 1) == (flag | 1);
+          }
+        } while (!ready);
+        if (begin == 0) note = record[0].w & 1;
 #pragma unroll
         for (u32 i = 0; i < kEach; ++i) {
-          const u32 b = lane + 32 * i;
-          if (b >= grid.num_blocks()) continue;
-          record[i] = load_exchanged(&records[c][b]);
-          ready = ready && (record[i].w | 1) == (flag | 1);
+          other = other > record[i].x ? other : record[i].x;
+          choice = larger(choice, static_cast<u64>(record[i].z) << 32 | record[i].y);
         }
-      } while (!ready);
-      grid.acquire();
-      u32 other = 0;
-      u64 choice = 0;
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i) {
-        other = other > record[i].x ? other : record[i].x;
-        choice = larger(choice, static_cast<u64>(record[i].z) << 32 | record[i].y);
       }
+      grid.acquire();
       other = grid.warp_max(other);
       choice = warp_max(choice);
       if (lane == 0) settle(c, pass, other, choice);
-      if (lane == 0 && c == 0 && pass <= kFindNoisy) shared.note = record[0].w & 1;
+      if (lane == 0 && c == 0 && pass <= kFindNoisy) shared.note = note;
     }
     grid.block_sync();
   }

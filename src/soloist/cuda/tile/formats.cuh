@@ -46,6 +46,7 @@ struct Plain16 {
     low[1] = load_shared(tile + place.values + 512);
     high[0] = high[1] = make_uint4(0, 0, 0, 0);
   }
+  __device__ __forceinline__ void clear() { low[0] = low[1] = high[0] = high[1] = make_uint4(0, 0, 0, 0); }
   // Of the loads something: they are neighbours in the queue to shared memory.
   __device__ __forceinline__ u32 loaded() const { return low[1].x; }
 };

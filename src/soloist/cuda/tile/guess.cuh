@@ -42,6 +42,7 @@ struct ChoiceBarriers {
 template <class L>
 struct GuessedTiles {
   using GateUp = typename L::GateUp;
+  static constexpr u32 kMost = (L::kChosen * GateUp::kUnits + L::M::kLaneBlocks - 1) / L::M::kLaneBlocks;
   static constexpr u32 kSlotBytes = 2 * GateUp::kHalfTileBytes * GateUp::kSlotTiles;
   static constexpr u32 kTileSlots = (L::kTileBytes + kSlotBytes - 1) / kSlotBytes;  // of the ring
   u32 first, count, start;

@@ -78,6 +78,8 @@ __device__ __forceinline__ void multiply_plain(Ring<M>& ring, u32 warp, u32 lane
     if constexpr (Op::kEndsInHalf)
       if (first + Order::step(i) + 1 == Op::kSteps) return w.load_half_step(ring.take(), place);
     w.load(ring.take(), place, Order::is_full(i), Order::is_left_over(i));
+    if constexpr (kLeavesOutPadding<Op>)
+      if (warp >= warps_with_columns<Op>(first + Order::step(i))) w.clear();
   };
   Fragments early[kTiles + 1];  // no more of them are used
   Fragments later[kBatch];

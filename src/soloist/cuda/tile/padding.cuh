@@ -18,10 +18,10 @@ struct AllBytes {
   static constexpr bool kSkipsPadding = false;
 };
 
-// A slot with the tiles of all steps, without padding. Of a tile's values a warp has 512 bytes of each 4,096.
+// A slot with the tiles of all steps, without padding. A warp has an eighth of a tile's values, or of each half of them.
 template <class Op>
 __device__ __forceinline__ void stage_without_padding(u32 shared, const u8* global, u32 barrier, u64 policy) {
-  constexpr u32 kTile = 2 * Op::kHalfTileBytes, kValues = 2 * Op::kHalfTileValueBytes, kPart = 4096;
+  constexpr u32 kTile = 2 * Op::kHalfTileBytes, kValues = 2 * Op::kHalfTileValueBytes, kPart = kValues > 4096 ? kValues / 2 : kValues;
   constexpr auto bytes = [] {
     u32 sum = 0;
     for (u32 s = 0; s < Op::kSteps; ++s) sum += kTile - kValues + kValues / kConsumerWarps * warps_with_columns<Op>(s);

@@ -75,11 +75,15 @@ class ExpertPhases:
         plan: who reads what.
         weights: of the rank.
         residual: knows by what products with the published stream are multiplied.
+        rank: whose weights they are.
+
+    Attributes:
+        logits: of experts; where they come early, a part of each rank.
     """
 
-    def __init__(self, plan: Plan, weights: Weights, residual: Residual) -> None:
-        self._plan, self._weights, self._residual = plan, weights, residual
-        self._logits = Exchange(plan, "expert_logits") if plan.has_experts else None
+    def __init__(self, plan: Plan, weights: Weights, residual: Residual, rank: int = 0) -> None:
+        self._plan, self._weights, self._residual, self._rank = plan, weights, residual, rank
+        self.logits = Exchange(plan, "expert_logits") if plan.has_experts else None
         self._guesses = Exchange(plan, "guessed_logits") if plan.guesses_experts else None
         self._chosen = Chosen(())
         self._factor = torch.zeros(plan.blocks, MAX_QUERIES)
@@ -91,7 +95,7 @@ class ExpertPhases:
 
     def route(self, stream: Stream, layer: int, epoch: int, queries: int) -> None:
         """Blocks publish logits of their rows; all of them come to the same choice."""
-        experts, hidden, logits = self._experts(layer), self._plan.model.hidden_size, self._logits
+        experts, hidden, logits = self._experts(layer), self._plan.model.hidden_size, self.logits
         assert logits is not None, "there are experts"
         op = self._plan.image.operation(layer, "gate_up")
         routes_early = self._plan.image.layer(layer).routes_early
@@ -103,10 +107,14 @@ class ExpertPhases:
                 continue
             rows = experts.router_rows(block)
             router = self._router(layer, rows)
-            where = (slice(queries), slice(rows.start, rows.stop), 0)
+            where = (0, slice(queries), slice(rows.start, rows.stop), 0)
             logits.write(epoch, where, _products(router, x) * factor[:, None])
         count = experts.router.num_experts
-        everyones = logits.read(epoch, (slice(queries), slice(experts.num_logits), 0))
+        parts = slice(self._plan.ranks if routes_early else 1)
+        first, *others = logits.read(
+            epoch, (parts, slice(queries), slice(experts.num_logits), 0)
+        ).unbind()
+        everyones = sum(others, first)
         if routes_early:  # the norm of the residual, which is the same in all blocks
             everyones = everyones * self._residual.scale[0, :queries, None]
         correction = self._weights.vector(layer, "router_correction", range(count))
@@ -117,14 +125,20 @@ class ExpertPhases:
         )
 
     def route_early(
-        self, stream: Stream, attended: Operand, layer: int, epoch: int, queries: int
+        self,
+        stream: Stream,
+        attended: Operand,
+        layer: int,
+        epoch: int,
+        queries: int,
+        peers: Sequence["ExpertPhases"],
     ) -> None:
         """Blocks publish logits of their rows from the stream before attention and from attention.
 
-        Without the residual's norm, which `route` knows.
+        Without the residual's norm, which `route` knows. Of several ranks (`peers`) each publishes
+        to all what its part of attention gives, and the first one adds the stream's.
         """
-        experts, model, logits = self._experts(layer), self._plan.model, self._logits
-        assert logits is not None, "there are experts"
+        experts, model = self._experts(layer), self._plan.model
         assert stream.for_routers is not None, "it is published for them"
         qkv, output = (self._plan.image.operation(layer, n) for n in ("qkv", "attention_output"))
         columns = output.matrix.columns
@@ -136,8 +150,11 @@ class ExpertPhases:
             values = range(rows.start * columns, rows.stop * columns)
             product = self._weights.vector(layer, "router_output", values).view(-1, columns)
             of_stream = _products(self._router(layer, rows), x) / assumed[:, None]
-            where = (slice(queries), slice(rows.start, rows.stop), 0)
-            logits.write(epoch, where, of_stream + _products(product, a))
+            own = _products(product, a) + (of_stream if self._rank == 0 else 0)
+            where = (self._rank, slice(queries), slice(rows.start, rows.stop), 0)
+            for peer in peers:
+                assert peer.logits is not None, "there are experts"
+                peer.logits.write(epoch, where, own)
 
     def guess(self, stream: Stream, layer: int, epoch: int) -> None:
         """Blocks publish what their rows of the router give of the stream before attention."""
@@ -227,6 +244,6 @@ class ExpertPhases:
 
     def clear(self, epoch: int) -> None:
         """See Exchange."""
-        for logits in (self._logits, self._guesses):
+        for logits in (self.logits, self._guesses):
             if logits is not None:
                 logits.clear(epoch)

@@ -56,7 +56,7 @@ class Interpreter:
         kinds = plan.image.kinds
         names |= {plan.exchanges.shared_gated(k) for k in kinds if "shared.down" in k.operations}
         self._gated = {name: Operand(plan, name, dtype) for name in names}
-        self._experts = ExpertPhases(plan, self._weights, self._residual)
+        self._experts = ExpertPhases(plan, self._weights, self._residual, rank)
         self._layers_done = self._round = 0
 
     @torch.inference_mode()
@@ -127,7 +127,8 @@ class Interpreter:
     def _attention_output(self, layer: int, queries: int) -> Iterator[None]:
         op, attended = self._op(layer, "attention_output"), self._attention.attended
         if self._plan.image.layer(layer).routes_early:
-            self._experts.route_early(self._in, attended, layer, self._layers_done, queries)
+            peers = [peer._experts for peer in self.peers]  # noqa: SLF001 - all are one launch
+            self._experts.route_early(self._in, attended, layer, self._layers_done, queries, peers)
         yield from self._join(op, attended, "mid", layer, queries)
         self._residual.publish(self._mid, queries, layer, "mlp_norm")
         yield from self._listen("in", layer, queries)
