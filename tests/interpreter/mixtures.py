@@ -35,10 +35,12 @@ def guessing(*, guess: bool) -> AbstractContextManager[None]:
     return _tuned(least_guessed_bytes=least, ranks_least_guessed_bytes=least)
 
 
-def _model(*mlps: Mlp | Mixture, hidden_size: int = 72) -> ModelConfig:
+def _model(
+    *mlps: Mlp | Mixture, hidden_size: int = 72, attention: Attention = _NORMED
+) -> ModelConfig:
     return ModelConfig(
         family="qwen3_moe", hidden_size=hidden_size, vocab_size=203, context_tokens=CONTEXT,
-        norm_epsilon=1e-5, layers=tuple(Layer(_NORMED, mlp) for mlp in mlps),
+        norm_epsilon=1e-5, layers=tuple(Layer(attention, mlp) for mlp in mlps),
         rope=Rope(10_000.0), tied_head=False,
     )  # fmt: skip
 
@@ -65,6 +67,12 @@ MIXTURES: dict[str, ModelConfig] = {
 # As many experts are chosen as a block has warps, and a block's rows are one tile.
 _EIGHT = Mixture(Router(20, 8, normalises=True), Mlp(200))
 MIXTURES["eight slots"] = _model(_EIGHT, replace(_EIGHT, expert=Mlp(768)), hidden_size=112)
+# In 16 bits a slot of the first layer fills no more than one of the ring, on two ranks one of the
+# second; sums of all slots have room where queries lie, as these are wide.
+MIXTURES["eight slots, wide heads"] = _model(
+    *[replace(_EIGHT, expert=Mlp(neurons)) for neurons in (320, 768)],
+    hidden_size=112, attention=replace(_NORMED, head_dim=128),
+)  # fmt: skip
 # Beside experts an MLP that all tokens take: with a gate, or without one after a dense layer. One
 # has as many neurons as an expert, one so few that some blocks have no rows of its gate and up, and
 # one several groups of tiles.

@@ -14,8 +14,9 @@ struct SlotOfWarp : Down {
   static constexpr u32 kSteps = Down::kPairsSteps ? 2 * kParts : (Down::kColumns + 63) / 64, kStepsAtOnce = kSteps;
   static constexpr bool kIsPlain = kArithmetic<Down> == Arithmetic::kPlain;
   static constexpr u32 kDepth = kIsPlain ? kSteps : Down::kDepth;  // whose activations are in registers
-  // Whether a slot fills no more than one of the ring, and a block's rows are one tile. Where threads have few registers some spill.
-  static constexpr bool kFits = kMovesRegisters && kMostQueries == 1 && Down::kSteps <= Down::kSlotTiles &&
+  // Whether a slot fills no more than one of the ring, in whole steps, and a block's rows are one tile. Where threads have few registers
+  // some spill.
+  static constexpr bool kFits = kMovesRegisters && kMostQueries == 1 && Down::kSteps <= Down::kSlotTiles && !Down::kEndsInHalf &&
                                 (kIsPlain || kSteps <= kConvertedSteps) && Down::kEven && Down::kMaxUnits * Down::kUnitHalves == 2 &&
                                 Down::kTiles == 1;
 };
