@@ -26,7 +26,7 @@ from soloist.bench.streams import read_beside, require_room
 from soloist.bench.subject import (
     Reading,
     random_prompt,
-    rounded_shape,
+    read_shape,
     shape_dtype,
     shape_name,
     shape_on_cpu,
@@ -278,7 +278,7 @@ def _load(plan: Plan, prefix: rows.Prefix, most_tokens: int, device: torch.devic
         plan.shape, plan.asked.precision, device, plan.asked.device, plan.asked.gpus
     )
     rounding = Rounding(plan.asked.weights, plan.asked.head_weights)
-    shape = rounded_shape(config, dtype, rounding, plan.asked.kv)
+    shape = read_shape(plan.shape, dtype, rounding, plan.asked.kv)
     executor: Executor
     if device.type == "cpu":
         executor = shape_on_cpu(shape, room, keeps_prefixes=keeps)

@@ -25,7 +25,7 @@ from soloist.bench.subject import (
     NOT_ROUNDED,
     Shape,
     random_prompt,
-    rounded_shape,
+    read_shape,
     shape_dtype,
     shape_name,
     shape_on_cpu,
@@ -128,7 +128,7 @@ def measure(plan: Plan) -> list[rows.DecodeRow]:
         _check_reference(plan)
     bandwidth = read_bandwidth(device)
     model: Executor
-    shape = rounded_shape(config, dtype, plan.rounding, plan.kv)
+    shape = read_shape(plan.file, dtype, plan.rounding, plan.kv)
     if device.type == "cpu":
         model = shape_on_cpu(shape, plan.last)
     else:

@@ -22,6 +22,7 @@ from soloist.engine.memory import Footprint
 from soloist.engine.reference import ReferenceModel
 from soloist.engine.tail_path import TailPath
 from soloist.errors import DeviceError, DeviceMissing, SettingError
+from soloist.gguf.names import is_gguf
 from soloist.kv.layout import PAGE_POSITIONS
 from soloist.kv.memory import kv_bytes_seen
 from soloist.megakernel.gpu import LEAST_CAPABILITY
@@ -30,7 +31,9 @@ from soloist.model.config import ModelConfig
 from soloist.model.dtype import Dtype
 from soloist.model.families import read_config, tensors
 from soloist.model.kv_format import KvFormat, KvName, kv_format
+from soloist.model.quantization import read_quantization
 from soloist.model.quantized import Quantized, label
+from soloist.model.reading import read_json
 from soloist.model.tensors import TensorSpec
 from soloist.prefill.packed_prompts import packs_prompts
 from soloist.prefill.page_form import page_form
@@ -220,6 +223,33 @@ class Shape:
         return streamed_bytes(self.specs, self.dtype, formats, self.config)
 
 
+def read_shape(
+    file: Path, dtype: Dtype, rounding: Rounding = NOT_ROUNDED, kv: KvName | None = None
+) -> Shape:
+    """The shape of a config.json: quantised as that says, or as `rounded_shape` has it.
+
+    Raises:
+        ConfigError: the file cannot be used.
+        SettingError: its matrices cannot be rounded, or are codes already; or heads have no such
+            format.
+        CheckpointError: a row has no groups of the right size.
+    """
+    config = read_config(file)
+    method = None if is_gguf(file) else read_quantization(file.parent, read_json(file), file.name)
+    if method is None:
+        return rounded_shape(config, dtype, rounding, kv)
+    from soloist.model.quantization.expected import expected_matrices
+
+    options = (("--weights", rounding.layers), ("--head-weights", rounding.head))
+    if (asked := next(((o, codes) for o, codes in options if codes is not None), None)) is not None:
+        option, codes = asked
+        allowed = f"none for {shape_name(file)}, whose configuration says how it is quantised"
+        raise SettingError(option, codes.value, allowed, f"leave {option} out")
+    specs = tensors(config)
+    stored = expected_matrices(method, specs, dtype, file)
+    return Shape(config, specs, dtype, stored, kv_format(kv, config, dtype))
+
+
 def rounded_shape(
     config: ModelConfig,
     dtype: Dtype,
@@ -339,7 +369,7 @@ def shape_subject(
         raise SettingError(
             "--context", start, f"with the tokens after it at most {config.context_tokens:,}"
         )
-    shape = rounded_shape(config, dtype, rounding)
+    shape = read_shape(file, dtype, rounding)
     model = shape_on_gpu(shape, tokens, placed)
     if context is not None:
         model.fill_pools()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from soloist.model.dtype import Dtype
-from soloist.model.quantized import SCALES, Codes, Quantized
+from soloist.model.quantized import SCALES, ZEROS, Codes, Quantized
 from soloist.model.tensors import TensorSpec
 from soloist.model.torch_types import TORCH_DTYPES, Weights
 from soloist.weights.numbers import packed
@@ -64,12 +64,14 @@ def random_tensors(
 
 
 def _random_parts(spec: TensorSpec, to: Quantized, generator: torch.Generator) -> dict[str, Tensor]:
-    """Codes of all sizes, as many below zero as above; equal scales."""
-    assert not to.has_zeros, "what is rounded on loading is symmetric"
+    """Codes of all sizes, as many below zero as above; equal scales, and zeros about the middle."""
+    assert not to.has_offsets, "no configuration says so of a shape"
     (rows, columns), device = spec.shape, generator.device
+    shape = (rows, to.groups(columns))
 
-    def drawn(low: int, high: int, dtype: torch.dtype) -> Tensor:
-        shape = (rows, columns)
+    def drawn(
+        low: int, high: int, dtype: torch.dtype, shape: tuple[int, int] = (rows, columns)
+    ) -> Tensor:
         return torch.randint(low, high, shape, generator=generator, dtype=dtype, device=device)
 
     if to.codes is Codes.INT4:
@@ -84,8 +86,10 @@ def _random_parts(spec: TensorSpec, to: Quantized, generator: torch.Generator) -
         codes = codes.view(torch.float8_e4m3fn)
         sizes = torch.arange(_FP8_NAN, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     scale = columns**-0.5 / float(sizes.square().mean().sqrt())
-    shape = (rows, to.groups(columns))
-    return {
-        "": codes,
-        SCALES: torch.full(shape, scale, device=device).to(TORCH_DTYPES[to.scale_dtype]),
-    }
+    scales = torch.full(shape, scale, device=device).to(TORCH_DTYPES[to.scale_dtype])
+    parts = {"": codes, SCALES: scales}
+    if to.has_zeros:
+        is_int4 = to.codes is Codes.INT4
+        low, high, dtype = (7, 10, torch.uint8) if is_int4 else (-8, 9, torch.int8)
+        parts[ZEROS] = drawn(low, high, dtype, shape)
+    return parts

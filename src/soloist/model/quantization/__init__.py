@@ -42,17 +42,20 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 FIELDS = ("quantization_config", "compression_config")
 
 
-def read_quantization(folder: Path, config: Mapping[str, Any]) -> "Method | None":
+def read_quantization(
+    folder: Path, config: Mapping[str, Any], name_of_config: str = CONFIG_FILE
+) -> "Method | None":
     """What a folder's files say of its quantisation; None where nothing is quantised.
 
     Args:
         folder: of the model.
         config: its config.json.
+        name_of_config: the name of that file, if another.
 
     Raises:
         ConfigError: the method is not known, or a field asks for something that is not read.
     """
-    file = folder / CONFIG_FILE
+    file = folder / name_of_config
     given = [name for name in FIELDS if config.get(name) is not None]
     if len(given) > 1:
         raise ConfigError(
