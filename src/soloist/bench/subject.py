@@ -4,7 +4,7 @@ On the decode kernel, or a shape without a GPU on the reference.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -226,7 +226,7 @@ class Shape:
 def read_shape(
     file: Path, dtype: Dtype, rounding: Rounding = NOT_ROUNDED, kv: KvName | None = None
 ) -> Shape:
-    """The shape of a config.json: quantised as that says, or as `rounded_shape` has it.
+    """The shape of a config.json: quantised as that says, and as `rounded_shape` has the rest.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -235,19 +235,20 @@ def read_shape(
         CheckpointError: a row has no groups of the right size.
     """
     config = read_config(file)
+    shape = rounded_shape(config, dtype, rounding, kv)
     method = None if is_gguf(file) else read_quantization(file.parent, read_json(file), file.name)
     if method is None:
-        return rounded_shape(config, dtype, rounding, kv)
+        return shape
     from soloist.model.quantization.expected import expected_matrices
 
-    options = (("--weights", rounding.layers), ("--head-weights", rounding.head))
-    if (asked := next(((o, codes) for o, codes in options if codes is not None), None)) is not None:
-        option, codes = asked
-        allowed = f"none for {shape_name(file)}, whose configuration says how it is quantised"
-        raise SettingError(option, codes.value, allowed, f"leave {option} out")
-    specs = tensors(config)
-    stored = expected_matrices(method, specs, dtype, file)
-    return Shape(config, specs, dtype, stored, kv_format(kv, config, dtype))
+    told = expected_matrices(method, tensors(config), dtype, file)
+    for option, codes, is_told in (
+        ("--weights", rounding.layers, True), ("--head-weights", rounding.head, "head" in told),
+    ):  # fmt: skip
+        if codes is not None and is_told:
+            allowed = f"none for {shape_name(file)}, whose configuration says how it is quantised"
+            raise SettingError(option, codes.value, allowed, f"leave {option} out")
+    return replace(shape, stored={**told, **shape.stored})
 
 
 def rounded_shape(

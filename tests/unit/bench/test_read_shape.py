@@ -80,12 +80,21 @@ def test_the_blocks_of_a_mixture_are_those_of_its_experts() -> None:
 
 
 def test_what_is_codes_already_is_not_rounded(tmp_path: Path) -> None:
+    """A head that the configuration leaves in 16 bits may be."""
     file = written(tmp_path, FP8_BLOCKS)
-    for option, to in (
-        ("--weights", Rounding(Codes.INT4)), ("--head-weights", Rounding(None, Codes.INT8)),
-    ):  # fmt: skip
-        with pytest.raises(SettingError, match=f"{option} is '.*configuration says how"):
-            read_shape(file, Dtype.BF16, to)
+    with pytest.raises(SettingError, match=r"--weights is 'int4'.*configuration says how"):
+        read_shape(file, Dtype.BF16, Rounding(Codes.INT4))
+    head = Rounding(None, Codes.INT8)
+    shape = read_shape(file, Dtype.BF16, head)
+    assert shape.stored.keys() - read_shape(file, Dtype.BF16).stored.keys() == {"head"}
+    assert shape.label(shape_on_cpu(shape, 16)) == "fp8-block+int8 head"
+    named = PACKED | {"ignore": [], "config_groups": {
+        "all": PACKED["config_groups"]["group_0"] | {"targets": ["re:.*proj", "lm_head"]}
+    }}  # fmt: skip
+    quantised = written(tmp_path, named)
+    assert "head" in read_shape(quantised, Dtype.BF16).stored
+    with pytest.raises(SettingError, match=r"--head-weights is 'int8'.*configuration says how"):
+        read_shape(quantised, Dtype.BF16, head)
 
 
 @pytest.mark.parametrize(
