@@ -27,7 +27,7 @@ import torch
 from alone import with_constants
 from soloist.bench.caches import gpu_uuid
 from soloist.bench.clocks import watching
-from soloist.bench.subject import Shape, random_prompt, rounded_shape, shape_dtype, shape_name
+from soloist.bench.subject import Shape, random_prompt, read_shape, shape_dtype, shape_name
 from soloist.engine.config import Precision
 from soloist.engine.support import find_support, support_of
 from soloist.errors import UserError
@@ -47,7 +47,6 @@ from soloist.megakernel.plan import Plan
 from soloist.megakernel.ranks import Launcher, Ranks
 from soloist.megakernel.tuning import Tuning
 from soloist.model.dtype import Dtype
-from soloist.model.families import read_config
 from soloist.model.quantized import Codes, Quantized
 from soloist.model.torch_types import TORCH_DTYPES
 from soloist.prefill.elementwise import rope_table
@@ -147,7 +146,7 @@ def read_subject(given: str, precision: Precision) -> tuple[str, Shape]:
         raise SystemExit(f"{given}: CONFIG[:WEIGHTS[:HEAD]] is expected, with one of {allowed}")
     layers, head, *_ = [*formats, "", ""]
     rounding = Rounding(known.get(layers.removesuffix("-block")), known.get(head))
-    shape = rounded_shape(read_config(Path(file)), shape_dtype(precision), rounding)
+    shape = read_shape(Path(file), shape_dtype(precision), rounding)
     if layers == _BLOCKS:
         blocks = Quantized(Codes.FP8, 128, Dtype.BF16, scale_rows=128)
         of_layers = [spec.name for spec in shape.specs if spec.is_layer_matrix]
@@ -260,9 +259,8 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
         power = dict[str, str]()
         for turn in range(asked.turns + 1):
             for variant, decoder in zip(variants, decoders, strict=True):
-                watched = (
-                    gpu_uuid(devices[0]) if turn == asked.turns else None
-                )  # looking takes time
+                # Looking takes time.
+                watched = gpu_uuid(devices[0]) if turn == asked.turns else None
                 with variant.in_force(), watching(watched) as watch:
                     times = [
                         _round_us(decoder, context, columns, asked) for _ in range(asked.launches)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from plan.shapes import etude
+from soloist.errors import SettingError
 from soloist.jit.source import CUDA_ROOT
 from soloist.megakernel import kernel
 from soloist.megakernel.gpu import TYPICAL
@@ -79,3 +80,12 @@ def test_variants_are_timed_in_turn(variants, capsys) -> None:
     told = capsys.readouterr().out.splitlines()
     assert [line.split(",")[1].split()[0] for line in told[::3]] == ["1", "8"]
     assert [line.rsplit(maxsplit=1)[-1] for line in told[2::3]] == ["copies_in_flight=2"] * 2
+
+
+def test_a_subject_is_quantised_as_its_configuration_says(variants) -> None:
+    name, shape = variants.read_subject(str(SHAPE.with_name("qwen3-30b-a3b-fp8.json")), "bf16")
+    assert name == "qwen3-30b-a3b-fp8"
+    plain = str(SHAPE.with_name("qwen3-30b-a3b.json"))
+    assert shape.stored == variants.read_subject(f"{plain}:fp8-block", "bf16")[1].stored
+    with pytest.raises(SettingError, match="configuration says how"):
+        variants.read_subject(str(SHAPE.with_name("qwen3-30b-a3b-fp8.json:int4")), "bf16")
