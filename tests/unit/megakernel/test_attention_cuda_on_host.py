@@ -40,7 +40,8 @@ SHAPES = {
 REAL = {
     "tile": ("kv_codes", "kv_page"), "ptx": ("types",),
     "ops/attention": (
-        "append", "attend", "exchange", "gather", "merge", "prepare", "softmax", "split",
+        "append", "attend", "attend_alone", "exchange", "gather", "merge", "prepare",
+        "prepare_one", "softmax", "split",
     ),
 }  # fmt: skip
 LAYER, HEAD = 1, 0
@@ -69,6 +70,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __fdividef(float a, float b) { return a / b; }
 inline u32 shared_address(const void* p) { return static_cast<const u8*>(p) - shared; }
 inline void fence_async_proxy_shared() {}
+template <class T> void at_hand(T&) {}
+inline void store_shared_half(u32 at, u16 x) { std::memcpy(shared + at, &x, 2); }
 
 // What nobody published yet: whoever reads it is told on by `missed`.
 constexpr u32 kSentinel = ~0u;
@@ -133,7 +136,8 @@ struct Shared {
 template <class M>
 struct Ring {
   u32 slot;
-  u32 wait(u32 ahead) const { return (slot + ahead) * M::kSlotBytes; }
+  u32 place(u32 ahead) const { return (slot + ahead) * M::kSlotBytes; }
+  u32 wait(u32 ahead) const { return place(ahead); }
   void release(u32, u32, u32) const {}
   void advance(u32 count) { slot += count; }
 };
@@ -164,6 +168,7 @@ inline u16* operand_value(u8* buffer, u32 query, u32 k) {
 
 MAIN = r"""
 #include "ops/attention/attend.cuh"
+#include "ops/attention/attend_alone.cuh"
 #include "ops/attention/merge.cuh"
 #include "ops/attention/prepare.cuh"
 
@@ -239,7 +244,7 @@ extern "C" void attend(const i32* sequences, const i32* positions, u32 queries, 
   each_block([&](u32 block) {
     produce(params, of_block.control(), layer, place_of_block<M>(block), head_of_block<M>(block));
     run(block, [=](Context<M>& cx, u32& of_layer) {
-      if (is_attention_block(block)) text::attention<true>(L{}, cx, of_layer);
+      if (is_attention_block(block)) attend_alone(L{}, cx, of_layer);
       else text::attention(L{}, cx, of_layer);
     });
   });
@@ -276,7 +281,9 @@ def plan_of(shape: str) -> Plan:
     return make_plan(config, Dtype.BF16, gpu)
 
 
-def built(plan: Plan, queries: int, folder: Path, attention_blocks: int = 0) -> Built:
+def built(
+    plan: Plan, queries: int, folder: Path, attention_blocks: int = 0, ring_slots: int | None = None
+) -> Built:
     """Attention of a model, in a build for so many queries."""
     folder.mkdir(exist_ok=True)
     compiler = shutil.which("g++")
@@ -288,7 +295,7 @@ def built(plan: Plan, queries: int, folder: Path, attention_blocks: int = 0) -> 
     of_attention = attention[begin : attention.index("template <class L, class M>", begin + 200)]
     merging = "  merge_far(cx, layer, own_head(cx), own_place(cx));\n"  # once all blocks are there
     assert merging in of_attention
-    begins = "  if constexpr (!kOnlyAttends) cx.begin(Phase::kAttention);\n"
+    begins = "  cx.begin(Phase::kAttention);\n"
     of_attention = of_attention.replace(merging, "").replace(begins, "")
     shape = plan.shape
     counts = {
@@ -298,6 +305,9 @@ def built(plan: Plan, queries: int, folder: Path, attention_blocks: int = 0) -> 
         "kAttendedColumns": shape.query_heads * shape.head_dim,
         "kProjectedRows": (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim,
     }  # fmt: skip
+    of_model = _of_model(room, Build(queries=queries))
+    if ring_slots is not None:
+        of_model = {**of_model, "kRingSlots": ring_slots}
     windows = ", ".join(str(x.attention.window or 0) for x in plan.model.layers)
     spec = "\n".join(
         [
@@ -306,7 +316,7 @@ def built(plan: Plan, queries: int, folder: Path, attention_blocks: int = 0) -> 
             *_constants(counts),
             *page_constants(),
             "struct Kernel {",
-            *_constants(_of_model(room, Build(queries=queries)), "static "),
+            *_constants(of_model, "static "),
             f"static constexpr int kWindow[] = {{{windows}}};",
             f"static constexpr bool kRotated[{shape.num_layers}] = {{}};",
             *plan.kv_layout.members("static "),
@@ -431,6 +441,8 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
     one, eight = built(plan, 1, tmp_path / "one"), built(plan, MAX_QUERIES, tmp_path / "eight")
     # Blocks of their own attend to what is one split.
     beside = built(plan, 1, tmp_path / "beside", plan.shape.kv_heads)
+    # With a window the new key may come after pages that fill the ring.
+    narrow = built(plan, 1, tmp_path / "narrow", plan.shape.kv_heads, ring_slots=2)
     for sequences, positions in ROUNDS.values():
         seen = Round(plan, sequences, positions)
         together = seen.attend(eight, layer)
@@ -450,3 +462,4 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
             assert torch.equal(apart.attend(eight, layer, alone), together[alone])
             assert torch.equal(apart.attend(one, layer, alone), together[alone])
             assert torch.equal(apart.attend(beside, layer, alone), together[alone])
+            assert torch.equal(apart.attend(narrow, layer, alone), together[alone])

@@ -44,7 +44,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
   }
   scale.settle(cx, in);
   if constexpr (L::kGuesses) {
-    cx.wait_for_cleaner(cx.layers_done - 1 + cx.round);  // who makes the guess has seen the last layer begin
+    if constexpr (!kGuessesEarly<M>) cx.wait_for_cleaner(cx.layers_done - 1 + cx.round);  // who makes the guess has seen the last layer begin
     if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.begun());
   }
   cx.mark();
@@ -52,10 +52,10 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
 
 inline constexpr u32 kAttentionMarks = 4;
 
-// `layer` is a reference: where threads have few registers it is parked meanwhile. kOnlyAttends: by an attention block.
-template <bool kOnlyAttends = false, class L, class M>
+// `layer` is a reference: where threads have few registers it is parked meanwhile.
+template <class L, class M>
 __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
-  if constexpr (!kOnlyAttends) cx.begin(Phase::kAttention);
+  cx.begin(Phase::kAttention);
   if (own_head(cx) >= M::kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
     return;
@@ -69,12 +69,12 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
-    prepare_heads<kOnlyAttends, L>(cx, layer, own_head(cx), groups);
+    prepare_heads<L>(cx, layer, own_head(cx), groups);
     cx.mark();
     LaneMerge<M> merging;
 #pragma unroll 1
     for (;;) {
-      attend_group<kOnlyAttends>(cx, layer, own, stored, g, work, rows, merging);
+      attend_group<false>(cx, layer, own, stored, g, work, rows, false, merging);
       own &= own - 1;
       if (!own) break;
       if constexpr (kParks<M>) groups = grouped();

@@ -5,6 +5,7 @@
 // read pages then that attention blocks wrote.
 #pragma once
 #include "ops/attention.cuh"
+#include "ops/attention/attend_alone.cuh"
 #include "ops/producer.cuh"
 
 // Twice the number of rounds that have ended, and 1 more where the launch ends with them.
@@ -85,8 +86,9 @@ __device__ __forceinline__ void run_layer(L, AttentionBlock<M>& own, u32& layer)
   Scale<InStream<M>> scale;
   scale.load(cx, in);
   scale.settle(cx, in);
-  attention<true>(L{}, cx, layer);
-  mark_times(cx, L::kMarksBehind);
+  cx.sync();  // all warps know the factor, and rotations
+  attend_alone(L{}, cx, layer);
+  mark_times(cx, L::kMarksBehind + 1);  // nothing to merge
 }
 
 // By consumer warps.

@@ -396,33 +396,66 @@ constexpr bool has_slots_of_warps() {
   using Op = SlotOfWarp<typename L::Down>;
   return L::kChosen == kConsumerWarps && Op::kFits && (!Op::kIsPlain || L::kChosen * Op::kParts * 2 <= L::M::kHeadDim);
 }
-// Adds the sums of all slots to a row's totals, each slot's by one warp. Sums have the order of those of slots that all warps share.
-template <class L, class M>
-__device__ __forceinline__ void add_slots_of_warps(Context<M>& cx, const GlobalOperand<SlotOfWarp<typename L::Down>>& operand,
-                                                   Ahead<SlotOfWarp<typename L::Down>>& ahead, Sums<typename L::Down>& totals) {
+// Sums of a slot lie where its activations were converted, or where queries lie while the block attends.
+template <class L>
+struct SumsOfSlots {
+  using M = typename L::M;
   using Op = SlotOfWarp<typename L::Down>;
-  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
-  // Sums of a slot lie where its activations were converted, or where queries lie while the block attends.
-  constexpr u32 kSlotBytes = Op::kIsPlain ? Op::kParts * 64 : kConvertedSteps * 128;
+  static constexpr u32 kParts = Op::kParts, kSlotBytes = Op::kIsPlain ? kParts * 64 : kConvertedSteps * 128;
   static_assert(!Op::kIsPlain || L::kChosen * kSlotBytes <= 16 * M::kHeadDim * 2, "room for all slots");
-  const u32 sums = Op::kIsPlain ? shared_address(cx.shared.q_rows()) : cx.shared.converted();
+  u32 base;
+
+  __device__ __forceinline__ explicit SumsOfSlots(const Context<M>& cx)
+      : base(Op::kIsPlain ? shared_address(cx.shared.q_rows()) : cx.shared.converted()) {}
+  __device__ __forceinline__ float get(u32 slot, u32 part, u32 row) const {
+    return __uint_as_float(load_shared1(base + slot * kSlotBytes + part * 64 + row * 4));
+  }
+};
+// Multiplies all slots of a round's only query, each by one warp. Afterwards their sums are there for all warps.
+template <class L, class M>
+__device__ __forceinline__ void multiply_slots_of_warps(Context<M>& cx, const GlobalOperand<SlotOfWarp<typename L::Down>>& operand,
+                                                        Ahead<SlotOfWarp<typename L::Down>>& ahead, const SumsOfSlots<L>& sums) {
   if (!has_come(ahead)) ahead.fill(operand);
   if constexpr (!L::kHasSharedMlp) cx.arrived();
   if (kAblation != kNoMultiply) {
-    multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead, sums + cx.warp * kSlotBytes);
+    multiply_slot(cx.ring, cx.warp, cx.lane, operand, ahead, sums.base + cx.warp * SumsOfSlots<L>::kSlotBytes);
     cx.ring.advance(L::kChosen);
   }
   // All sums are there. All slots have come, too, for which no warp but one has waited: who was ahead of a copy by the whole ring would
   // take its old phase for the next one's end.
   cx.sync();
-  if (cx.warp >= Op::kParts) return;
-  const u32 own = sums + cx.warp * 64 + cx.lane / 4 * 4;
+}
+// A warp's part of all slots, times their shares, joins its totals: in the order of slots that all warps share.
+template <class L, class M>
+__device__ __forceinline__ void add_slots_of_warps(const Context<M>& cx, const SumsOfSlots<L>& sums, Sums<typename L::Down>& totals) {
+  if (cx.warp >= SumsOfSlots<L>::kParts) return;
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
 #pragma unroll
-  for (u32 slot = 0; slot < L::kChosen; ++slot) {
-    const u32 at = own + slot * kSlotBytes;
-    totals.c[0][0][0] = __fmaf_rn(__uint_as_float(load_shared1(at)), slots.share[slot][0], totals.c[0][0][0]);
-    totals.c[0][0][2] = __fmaf_rn(__uint_as_float(load_shared1(at + 32)), slots.share[slot][0], totals.c[0][0][2]);
+  for (u32 slot = 0; slot < L::kChosen; ++slot)
+#pragma unroll
+    for (u32 i = 0; i < 4; i += 2)
+      totals.c[0][0][i] = __fmaf_rn(sums.get(slot, cx.warp, cx.lane / 4 + 4 * i), slots.share[slot][0], totals.c[0][0][i]);
+}
+// The same for all parts, which are then added up in the order of warps, as by `Reduction`: the sum of row `lane % 16`. By one warp, without
+// a further trip through shared memory; its halves have every second part.
+template <class L, class M>
+__device__ __forceinline__ float total_of_slots(const Context<M>& cx, const SumsOfSlots<L>& sums) {
+  constexpr u32 kParts = SumsOfSlots<L>::kParts, kEach = (kParts + 1) / 2;
+  const ExpertSlots<M>& slots = expert_slots<M>(cx.shared.base);
+  const u32 row = cx.lane % 16;
+  float own[kEach] = {};
+#pragma unroll
+  for (u32 slot = 0; slot < L::kChosen; ++slot)
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i)
+      own[i] = __fmaf_rn(sums.get(slot, min(2 * i + cx.lane / 16, kParts - 1), row), slots.share[slot][0], own[i]);
+  float total = 0.0f;
+#pragma unroll
+  for (u32 part = 0; part < kConsumerWarps; ++part) {
+    const float x = part < kParts ? __shfl_sync(~0u, own[part / 2], row + part % 2 * 16) : 0.0f;
+    total = part == 0 ? x : total + x;
   }
+  return total;
 }
 
 // Adds the sums of all slots, of weights that are quantised, to a row's totals. `ahead`: activations of the first ones, which were asked for.
@@ -486,7 +519,23 @@ __device__ __forceinline__ void down_of_experts(L, Context<M>& cx, u32 layer) {
     Ahead<SlotOfWarp<Down>> ahead;
     ask_for_first(ahead, operand);
     if constexpr (L::kHasSharedMlp) add_shared<L>(cx, layer, units, totals);
-    add_slots_of_warps<L>(cx, operand, ahead, totals);
+    const SumsOfSlots<L> sums(cx);
+    multiply_slots_of_warps<L>(cx, operand, ahead, sums);
+    if constexpr (!L::kHasSharedMlp) {
+      cx.mark();
+      StreamRows<InStream<M>, Down, M> rows(cx, cx.next_in(), vectors, ranks, layer);
+      if (cx.warp == 0) {
+        const float x = total_of_slots(cx, sums);
+        arrive_at(0);
+        rows.add(0, units * 8, [&](u32, bool valid) { return valid ? x : 0.0f; });
+      } else {
+        wait_at(0);  // what comes where the sums lie is next
+      }
+      rows.finish();
+      cx.mark();
+      return;
+    }
+    add_slots_of_warps(cx, sums, totals);
     return finish();
   }
   if constexpr (kTogether) {

@@ -3,6 +3,7 @@
 // block's sum of squares beside that scale. Readers multiply their results by the true 1 / rms over the assumed one.
 #pragma once
 #include "ops/lanes.cuh"
+#include "tile/guess.cuh"
 
 template <class Of>
 struct InStream {  // what qkv reads, and the head of one stream
@@ -134,6 +135,14 @@ __device__ __forceinline__ void feed_router(const Context<M>& cx, u32 layer, u32
     const float x = valid ? residual[r] * __ldg(norm + first + r) : 0.0f;
     publish_pair(now, cx.warp, first + r, cx.lane, valid, x * cx.scale);
   }
+  if constexpr (kMostQueries == 1 && kGuessesEarly<M>) {
+    bool guesses = false;
+    if (layer < M::kLayers) M::of_layer(layer, [&](auto kind) { guesses = decltype(kind)::kGuesses; });
+    if (guesses) {
+      cx.wait_for_cleaner(cx.layers_done + cx.round);
+      if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.fed());
+    }
+  }
 }
 
 // Rows of the embedding enter the residual. Warp c serves query c.
@@ -231,23 +240,31 @@ struct RowVectors {
   }
 };
 
-// The product of attention_output or down joins the residual, and the sum is published.
+// The product of attention_output or down joins the residual, and the sum is published: rows `start` … `end - 1` of this warp's query, of
+// which the product has `row(r)`; then all that follows from them.
 template <class Stream, class Op, class M>
-__device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
-                                              const RankRows<Stream>& ranks, u32 layer) {
-  const u32 units = Op::num_units(cx.block), rows = units * 8, first = Op::first_unit(cx.block) * 8;
-  Reduction reduction(cx, Op::kTiles * 16);
-  u8* now = stream_operand<Stream>(cx, epoch);
-  float* residual = cx.shared.residual() + cx.warp * (Op::kMaxUnits * 8);
+struct StreamRows {
+  Context<M>& cx;
+  const RowVectors<Op>& vectors;
+  const RankRows<Stream>& ranks;
+  u32 epoch, layer, units, first;
+  u8* now;
+  float* residual;
   float squares = 0.0f;
-  reduction.for_each_part(cx, sums, units, rows, [&](u32 start, u32 end) {
-    if (cx.warp >= cx.queries) return;
+
+  __device__ __forceinline__ StreamRows(Context<M>& cx, u32 epoch, const RowVectors<Op>& vectors, const RankRows<Stream>& ranks, u32 layer)
+      : cx(cx), vectors(vectors), ranks(ranks), epoch(epoch), layer(layer), units(Op::num_units(cx.block)),
+        first(Op::first_unit(cx.block) * 8), now(stream_operand<Stream>(cx, epoch)),
+        residual(cx.shared.residual() + cx.warp * (Op::kMaxUnits * 8)) {}
+
+  template <class Row>
+  __device__ __forceinline__ void add(u32 start, u32 end, const Row& row) {
 #pragma unroll
     for (u32 i = 0; i < RowVectors<Op>::kEach; ++i) {
       const u32 r = cx.lane + 32 * i;
       if (32 * i + 32 <= start || 32 * i >= end) continue;
       const bool valid = r >= start && r < end;
-      float x = valid ? reduction.get(cx.warp, r - start) : 0.0f;
+      float x = row(r, valid);
       if constexpr (M::kRanks > 1) x = ranks.sum(cx, 32 * i, valid, x);
       const float partial = x;
       if constexpr (M::kHasLanes) x = joined<Stream>(cx, layer, first + r, valid, x);
@@ -257,7 +274,20 @@ __device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& su
         if (publishes_later<Stream>(layer)) publish<Stream>(cx, cx.layers_done, first + r, valid, partial);
       squares += x * x;
     }
+  }
+  __device__ __forceinline__ void finish() {
+    if (units && cx.warp < cx.queries) publish_squares<Stream>(cx, epoch, squares);
+    if constexpr (Stream::kFeedsRouters) feed_router(cx, layer + 1, epoch);
+  }
+};
+template <class Stream, class Op, class M>
+__device__ __forceinline__ void add_to_stream(Context<M>& cx, const Sums<Op>& sums, u32 epoch, const RowVectors<Op>& vectors,
+                                              const RankRows<Stream>& ranks, u32 layer) {
+  Reduction reduction(cx, Op::kTiles * 16);
+  StreamRows<Stream, Op, M> rows(cx, epoch, vectors, ranks, layer);
+  reduction.for_each_part(cx, sums, rows.units, rows.units * 8, [&](u32 start, u32 end) {
+    if (cx.warp >= cx.queries) return;
+    rows.add(start, end, [&](u32 r, bool valid) { return valid ? reduction.get(cx.warp, r - start) : 0.0f; });
   });
-  if (rows && cx.warp < cx.queries) publish_squares<Stream>(cx, epoch, squares);
-  if constexpr (Stream::kFeedsRouters) feed_router(cx, layer + 1, epoch);
+  rows.finish();
 }

@@ -10,6 +10,10 @@ __device__ __forceinline__ T* at_shared(u32 address) {
   return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
+// Computed by here: the compiler does not put it off, behind a wait, to where it is needed.
+__device__ __forceinline__ void at_hand(u32& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void at_hand(float& x) { asm volatile("" : "+f"(x)); }
+
 // Data of another block, read after an acquire: past the L1 cache.
 __device__ __forceinline__ uint4 load_exchanged(const void* p) {
   uint4 v;
@@ -57,6 +61,9 @@ __device__ __forceinline__ uint2 load_shared2(u32 address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
+}
+__device__ __forceinline__ void store_shared_half(u32 address, u16 x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared1(u32 address, u32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");

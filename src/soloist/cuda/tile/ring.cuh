@@ -23,6 +23,11 @@ struct Ring {
     if (kAblation < kNoStream) mbarrier_wait(full + at * 8, parity ^ wraps);
     return base + at * M::kSlotBytes;
   }
+  // Of a slot that has come.
+  __device__ __forceinline__ u32 place(u32 ahead) const {
+    const u32 at = slot + ahead;
+    return base + (at < M::kRingSlots ? at : at - M::kRingSlots) * M::kSlotBytes;
+  }
   // Go on by `count` slots, at most as many as the ring has.
   __device__ __forceinline__ void advance(u32 count) {
     slot += count;

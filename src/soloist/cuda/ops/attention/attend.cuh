@@ -2,6 +2,7 @@
 #pragma once
 #include "ops/attention/append.cuh"
 #include "ops/attention/gather.cuh"
+#include "ops/attention/prepare_one.cuh"
 
 // What a warp has to know of a group, computed while the queries are on their way: of the cache, the same in all
 // lanes …
@@ -89,10 +90,45 @@ __device__ __forceinline__ void unpark(Context<M>& cx, u32& layer, u32& own, u32
   }
 }
 
-// kOnlyAttends: by an attention block.
+// Half pages that are in the ring together, from `begin` on: those of `most` slots. A slot that holds a page begins with the page's
+// first half page that is seen.
+template <class M>
+struct Batch {
+  static constexpr u32 kSlotHalfPages = M::kPageSlot ? 2 : 1;
+  u32 begin, stop, slots;
+
+  __device__ __forceinline__ Batch(u32 begin, u32 end, u32 most)
+      : begin(begin), stop(min(end, origin() + most * kSlotHalfPages)), slots((stop - origin() + kSlotHalfPages - 1) / kSlotHalfPages) {}
+  __device__ __forceinline__ u32 slot(u32 half_page) const { return (half_page - origin()) / kSlotHalfPages; }
+  __device__ __forceinline__ u32 offset(u32 half_page) const {
+    return M::kPageSlot ? (half_page - max(begin, half_page & ~1u)) * (2 * M::kHalfPageBytes) : 0;
+  }
+
+ private:
+  __device__ __forceinline__ u32 origin() const { return M::kPageSlot ? begin & ~1u : begin; }
+};
+// An attention block has all of the ring, since it has time until the next layer. Otherwise half of it: the other half is filled
+// meanwhile.
+template <bool kOnlyAttends, class M>
+inline constexpr u32 kBatchSlots = kOnlyAttends ? M::kRingSlots : M::kRingSlots / 2;
+
+// Until pages of an attention block have come, as many as it has room for: it has time before q, k and v do. Where the new key and
+// value join them.
+template <class M>
+__device__ __forceinline__ FreshPlace await_pages(const Context<M>& cx, const GroupWork<M>& work, const QueryGroup& g) {
+  const Batch<M> batch(work.skipped, work.end, kBatchSlots<true, M>);
+  if (cx.lane < batch.slots) cx.ring.wait(cx.lane);
+  __syncwarp();
+  if (kHasCodes<M> || batch.stop < work.end) return {};
+  const u32 last = work.end - 1;
+  return {true, cx.ring.place(batch.slot(last)) + batch.offset(last), static_cast<u32>(g.last_position) % kHalfPagePositions};
+}
+
+// kOnlyAttends: by an attention block, whose first batch has come; `appended`: its new key and value have joined it.
 template <bool kOnlyAttends, class M>
 __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& own, u32& stored, QueryGroup& group,
-                                             const GroupWork<M>& known, const GroupRows<M>& rows, LaneMerge<M>& merging) {
+                                             const GroupWork<M>& known, const GroupRows<M>& rows, bool appended,
+                                             LaneMerge<M>& merging) {
   if (known.end == 0 && merging.count == 0) return;
   park(cx, layer, own, stored, merging.count, group, known);
   const QueryGroup& g = kParks<M> ? parked(cx).group : group;
@@ -105,29 +141,24 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const u32 lane = kHasCodes<M> && kKeepsQuery<M> ? __shfl_sync(~0u, cx.lane, cx.lane) : cx.lane;
   Softmax<M> softmax;
   softmax.clear();
-  // Half of the ring at a time: the other half is filled meanwhile. Of an attention block all of it, which has time until the next layer.
-  // A slot that holds a page begins with the page's first half page that is seen.
-  constexpr u32 kSlotHalfPages = M::kPageSlot ? 2 : 1;
-  constexpr u32 kMost = kOnlyAttends ? M::kRingSlots : M::kRingSlots / 2;
   const auto publish = [&] {
     merging.template gather<kOnlyAttends>(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
   };
-  bool appended = false;
+  const bool joined = kOnlyAttends && appended;
 #pragma unroll 1
   for (u32 begin = work.skipped; begin < work.end;) {
-    const u32 origin = M::kPageSlot ? begin & ~1u : begin, stop = min(work.end, origin + kMost * kSlotHalfPages);
-    const u32 slots = (stop - origin + kSlotHalfPages - 1) / kSlotHalfPages;
-    const auto keys_of = [&](u32 half_page) {
-      const u32 slot = (half_page - origin) / kSlotHalfPages;
-      const u32 in_slot = M::kPageSlot ? half_page - max(begin, half_page & ~1u) : 0;
-      return cx.ring.wait(slot) + in_slot * (2 * M::kHalfPageBytes);
-    };
+    const Batch<M> batch(begin, work.end, kBatchSlots<kOnlyAttends, M>);
+    if (kOnlyAttends && begin > work.skipped) {
+      if (cx.lane < batch.slots) cx.ring.wait(cx.lane);
+      __syncwarp();
+    }
 #pragma unroll 1
-    for (u32 half_page = begin + (work.own - begin) % M::kSoftmaxLanes; half_page < stop; half_page += M::kSoftmaxLanes) {
+    for (u32 half_page = begin + (work.own - begin) % M::kSoftmaxLanes; half_page < batch.stop; half_page += M::kSoftmaxLanes) {
       if (!rows.tiles) break;
       const i32 start = work.start(half_page), behind = start + static_cast<i32>(kHalfPagePositions);
-      const u32 keys = keys_of(half_page);
-      if (behind > g.first_fresh) {
+      const u32 slot = batch.slot(half_page);
+      const u32 keys = (kOnlyAttends ? cx.ring.place(slot) : cx.ring.wait(slot)) + batch.offset(half_page);
+      if (behind > g.first_fresh && !joined) {
         // All warps that share the half page write the same.
         append(cx, g.fresh, g.end, start, at_shared<u8>(keys));
         appended = true;
@@ -145,16 +176,16 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, kBeginsInHalf<M> && rows.first & 8, keys, values,
                                                            scales, start, rows.last, window, partly, cx.lane);
     }
-    if (kOnlyAttends && stop == work.end) publish();  // nobody waits for its slots
+    if (kOnlyAttends && batch.stop == work.end) publish();  // nobody waits for its slots
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.
-    if (cx.lane < slots) cx.ring.wait(cx.lane);
+    if (!kOnlyAttends && cx.lane < batch.slots) cx.ring.wait(cx.lane);
     if (appended) fence_async_proxy_shared();  // slots are copied to again
     appended = false;
     __syncwarp();
-    cx.ring.release(cx.lane, cx.ring.slot, slots);
-    cx.ring.advance(slots);
-    begin = stop;
+    cx.ring.release(cx.lane, cx.ring.slot, batch.slots);
+    cx.ring.advance(batch.slots);
+    begin = batch.stop;
   }
   unpark(cx, layer, own, stored, merging.count, group);
   if (!kOnlyAttends) publish();

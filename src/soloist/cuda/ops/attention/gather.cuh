@@ -47,7 +47,7 @@ struct LaneMerge {
                                          u32 head, bool empty, bool last) {
     if constexpr (kMostQueries == 1) {
       if (empty) return;
-      gather_one(cx, softmax, first_row);
+      gather_one<kTogether>(cx, softmax, first_row);
       count = 1, newest = Gathered::of(0, g);
       merge<kTogether>(cx, head);
     } else {
@@ -101,7 +101,10 @@ struct LaneMerge {
   }
 
   // The rows of one query, which are in one tile, or in half of one.
+  template <bool kTogether>
   __device__ __forceinline__ void gather_one(const Context<M>& cx, const Softmax<M>& softmax, u32 first_row) {
+    u32 lane = cx.lane;
+    if constexpr (kTogether) at_hand(lane);  // addresses are found here, not before the first half page
     float totals[kRowHalves<M>];
 #pragma unroll
     for (u32 i = 0; i < kRowHalves<M>; ++i) {
@@ -111,7 +114,7 @@ struct LaneMerge {
     }
 #pragma unroll
     for (u32 i = 0; i < kRowHalves<M>; ++i) {
-      const u32 row = first_row + 8 * i + cx.lane / 4, q = cx.lane % 4, at = softmax_lane(cx) * M::kGroup + row;
+      const u32 row = first_row + 8 * i + lane / 4, q = lane % 4, at = softmax_lane(cx) * M::kGroup + row;
       if (row >= M::kGroup) return;
       const u32 dims = value_set(cx) * kSetDim<M>, swap = row & kRowSwap<M>;
       if (q == 0 && dims == 0) cx.shared.stats()[at] = make_float2(softmax.best[0][i], totals[i]);
@@ -119,7 +122,8 @@ struct LaneMerge {
     }
   }
 
-  // What was gathered is merged, lane after lane, and published. kTogether: a thread merges all pairs that it has of one query first.
+  // What was gathered is merged, lane after lane, and published. kTogether: of an attention block, whose query is
+  // unsplit; a thread merges all pairs that it has first.
   template <bool kTogether>
   __device__ __forceinline__ void merge(const Context<M>& cx, u32 head) {
     constexpr u32 kRows = kGatheredQueries<M> * M::kGroup;
@@ -157,7 +161,7 @@ struct LaneMerge {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
       const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       const u32 query_head = head * M::kGroup + row % M::kGroup;
-      if (of.is_unsplit()) {
+      if (kTogether || of.is_unsplit()) {
         const float scale = __fdividef(1.0f, all.total);
         store_exchanged(operand_value(attended, kMostQueries == 1 ? 0 : of.query(), query_head * M::kHeadDim + d),
                         present(pack_pair(all.x * scale, all.y * scale)));

@@ -69,23 +69,28 @@ struct HeadVector {
     }
   }
 
+  // Of a vector [D] that nobody changes.
+  static __device__ __forceinline__ void load_two(float (&low)[kPairs], float (&high)[kPairs], const float* of, u32 lane) {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      const u32 p = min(place(lane, j), kHalf - 1);
+      low[j] = __ldg(of + p);
+      high[j] = __ldg(of + p + kHalf);
+    }
+  }
+
   // Asked for before q, k, v are there.
   __device__ __forceinline__ void load_norms(const float* vectors, u32 lane) {
     if constexpr (L::kQkNorm) {
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i)
-#pragma unroll
-        for (u32 j = 0; j < kPairs; ++j) {
-          const float* norm = vectors + (i ? L::kVecKNorm : L::kVecQNorm) + min(place(lane, j), kHalf - 1);
-          low_norm[i][j] = __ldg(norm);
-          high_norm[i][j] = __ldg(norm + kHalf);
-        }
+      for (u32 i = 0; i < 2; ++i) load_two(low_norm[i], high_norm[i], vectors + (i ? L::kVecKNorm : L::kVecQNorm), lane);
     }
   }
-  // `turned` is null where nothing is rotated; a query has a row, a key lies as it comes. No branches before the
-  // stores, so that several vectors overlap.
-  __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
-                                         const float2* turned, u32 lane, bool stores) const {
+  // Norm and rope; `turn(j)`: cosine and sine of the lane's j-th pair. No branches, so that several vectors overlap.
+  template <class Turn>
+  static __device__ __forceinline__ void turned(float (&low)[kPairs], float (&high)[kPairs], const float (&low_norm)[kPairs],
+                                                const float (&high_norm)[kPairs], const Turn& turn, float (&x)[kPairs],
+                                                float (&y)[kPairs]) {
     if constexpr (L::kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
@@ -93,16 +98,29 @@ struct HeadVector {
       const float scale = rsqrtf(warp_sum(squares) * (1.0f / M::kHeadDim) + M::kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
-        low[j] *= scale * (is_key ? low_norm[1][j] : low_norm[0][j]);
-        high[j] *= scale * (is_key ? high_norm[1][j] : high_norm[0][j]);
+        low[j] *= scale * low_norm[j];
+        high[j] *= scale * high_norm[j];
       }
     }
-    float x[kPairs], y[kPairs];
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
-      const float2 cs = turned ? turned[min(place(lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f);
+      const float2 cs = turn(j);
       x[j] = low[j] * cs.x - high[j] * cs.y, y[j] = high[j] * cs.x + low[j] * cs.y;
     }
+  }
+  // `turns` is null where nothing is rotated; a query has a row, a key lies as it comes.
+  __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
+                                         const float2* turns, u32 lane, bool stores) const {
+    float low_of[kPairs], high_of[kPairs], x[kPairs], y[kPairs];
+    if constexpr (L::kQkNorm) {
+#pragma unroll
+      for (u32 j = 0; j < kPairs; ++j) {
+        low_of[j] = is_key ? low_norm[1][j] : low_norm[0][j];
+        high_of[j] = is_key ? high_norm[1][j] : high_norm[0][j];
+      }
+    }
+    const auto turn = [&](u32 j) { return turns ? turns[min(place(lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f); };
+    turned(low, high, low_of, high_of, turn, x, y);
     if (!stores) return;
     const auto offset = [&](u32 d) { return row == kNoRow ? d * 2 : q_offset<M>(row, d); };
     store(to, x, lane, offset);
@@ -204,8 +222,7 @@ __device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
   for (u32 head = cx.warp; head < 2 * kMostQueries; head += kConsumerWarps)
     if (fresh >> head / 2 & 1) round_in_place<M>(numbers + head * M::kHeadDim, cx.lane);
 }
-// kOnlyAttends: by an attention block, whose code need not be short.
-template <bool kOnlyAttends, class L, class M>
+template <class L, class M>
 __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
   constexpr u32 kAtOnce = M::kWideQueries ? 4 : 2;
@@ -222,11 +239,7 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
 #pragma unroll 1
     for (u32 first = cx.warp; first < M::kGroup + 1 || first == kConsumerWarps - 1; first += kOfOneQuery * kConsumerWarps) {
       const bool has_value = first == kConsumerWarps - 1;
-      // Warps with one vector leave the others time.
-      if (kOnlyAttends && kOfOneQuery > 1 && first + kConsumerWarps > M::kGroup)
-        prepare_vectors<1>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
-      else
-        prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
+      prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
     }
   } else {
     const u32 attending = groups.attending(cx.lane), needed = groups.needed(cx.lane);
