@@ -288,7 +288,7 @@ def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
     begin = prepare.index("template <class M>\n__device__ __forceinline__ u32 q_offset")
     q_offset = prepare[begin : prepare.index("constexpr u32 kNoRow")]
     begin = prepare.index("template <class M>\n__device__ __forceinline__ void round_fresh")
-    rounding = prepare[begin : prepare.index("// kOnlyAttends", begin)]
+    rounding = prepare[begin : prepare.index("template <class L, class M>", begin)]
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": queries, "kConsumerWarps": CONSUMER_WARPS
     }  # fmt: skip

@@ -21,7 +21,3 @@ __device__ __forceinline__ u32 kept(u32 address) {
 }
 // A factor in registers of products in flight: it is read up to here.
 __device__ __forceinline__ void keep_factor(u32& word) { asm volatile("" : "+r"(word)::"memory"); }
-
-__device__ __forceinline__ void store_shared_half(u32 address, u16 x) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
-}
