@@ -37,6 +37,10 @@ VOCAB = SMALL.vocab_size
 WORDS = num_words(VOCAB)
 ON_RANKS = pytest.mark.parametrize("library", BLOCKS, indirect=True, ids="ranks={}".format)
 ON_ONE = pytest.mark.parametrize("library", [1], indirect=True, ids="ranks={}".format)
+# A build for one query has short code for one that nothing filters.
+FOR_ONE_QUERY = pytest.mark.parametrize(
+    "library", [(1, 1), (2, 1)], indirect=True, ids="ranks, queries={}".format
+)
 
 # In place of the LM head: what choose.cuh needs of the kernel around it.
 HEAD = r"""
@@ -317,11 +321,12 @@ def library(request, tmp_path_factory):
     structs = context[context.index("// Of the launch.") : context.index("extern __shared__")]
     macros = "#define __constant__\n#define __device__\n#define __forceinline__ inline\n"
     macros += "struct float2 { float x, y; };\n"
-    ranks = request.param
+    asked = request.param
+    ranks, queries = asked if isinstance(asked, tuple) else (asked, MAX_QUERIES)
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
     assert plan.blocks == BLOCKS[ranks]
-    spec = header(plan, Build(samples=True)).replace("#pragma once", "#pragma once\n" + macros)
+    spec = header(plan, Build(samples=True, queries=queries)).replace("#pragma once", "#pragma once\n" + macros)
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs + HEAD_OF_RANKS)
     (folder / "spec.cuh").write_text(spec)
@@ -466,6 +471,38 @@ def test_ranks_look_at_their_own_logits_where_no_query_needs_all(library, querie
             expected = sampler.pick(torch.from_numpy(logits[r, c]), 71 + c + r)
             assert tokens[r, c] == expected
             sampler.observe(expected)
+
+
+@FOR_ONE_QUERY
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(temperature=t, seed=s) for t, s in ((1.0, 5), (0.7, 2**63))]
+    + [SamplingParams(temperature=1.0, seed=1, top_k=7), SamplingParams(logit_bias={5: 3.0})],
+    ids=["plain", "plain, colder", "filtered", "greedy, biased"],
+)
+@pytest.mark.parametrize("is_close", [False, True], ids=["apart", "close"])
+def test_a_query_alone_is_the_definitions(library, params, is_close):
+    """Of two tokens left, noise of one may come near the other's, which is then looked at again."""
+    sampler, logits = sampler_of(params), random_logits(24, 1, seed=77)
+    if is_close:
+        logits[:] = -100.0
+        logits[:, 0, [5, VOCAB - 2]] = 1.0
+    tokens = launched(library, [sampler], logits, given=[[4, 8]], yield_in=20)
+    assert len(tokens) == 21, "all blocks hear that the host wants to stop"
+    for r in range(21):
+        expected = sampler.pick(torch.from_numpy(logits[r, 0]), 71 + r)
+        assert tokens[r, 0] == expected
+        sampler.observe(8 if r == 0 else expected)
+
+
+@FOR_ONE_QUERY
+def test_bad_logits_of_a_query_alone_end_the_launch(library):
+    logits = random_logits(9, 1, seed=3)
+    logits[4, 0, 17] = math.nan
+    tokens = launched(library, [sampler_of(SamplingParams(temperature=1.0, seed=5))], logits)
+    assert len(tokens) == 5
+    assert bad_score(tokens[4, 0]) is not None
+    assert (tokens[:4] < VOCAB).all()
 
 
 @ON_ONE

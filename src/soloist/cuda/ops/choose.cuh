@@ -21,6 +21,7 @@ struct SampleState {
   u32 arrivals;  // that the last barrier waited for
   u32 masked;    // queries whose tokens the host may forbid, a bit each
   u32 apart;     // of several ranks each looks at the logits that it makes: no query needs those of others
+  u32 plain;     // the only query's tokens are neither changed nor filtered
 };
 template <class M>
 constexpr u32 kMostOwnIds = (M::kSampledRows / 8 + kNumBlocks - 1) / kNumBlocks * 8;
@@ -127,6 +128,9 @@ __device__ __forceinline__ SampleState& sample_state() { return *reinterpret_cas
 __device__ __forceinline__ bool needs_all_logits(const SampleParams& p) {
   return filters(p) || (p.flags & (kSampleMasked | kSamplePenalties));
 }
+__device__ __forceinline__ bool is_plain(const SampleParams& p) {
+  return !needs_all_logits(p) && !(p.flags & kSampleGreedy) && p.bias_count == 0 && p.ban_count == 0;
+}
 // By all threads of a block, before the first round of a sampled launch.
 template <class M>
 __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
@@ -151,6 +155,7 @@ __device__ __forceinline__ void prepare_sampling(const Launch& launch) {
 #pragma unroll 1
     for (u32 i = 0; i < launch.queries; ++i) apart = apart && !needs_all_logits(launch.sampling[i]);
     state.apart = apart;
+    state.plain = launch.queries == 1 && is_plain(launch.sampling[0]);
   }
 }
 
@@ -220,6 +225,33 @@ __device__ __forceinline__ u32 meet_ranks(const Params& params, u32 block, u32 r
   return acquire_from_peers(words) & ((1u << kOutcomeBits) - 1);
 }
 
+// The choice for a round's only query whose tokens nothing changes or filters. All consumer threads.
+template <class M>
+__device__ __forceinline__ void choose_plain(const Params& params, u32 round, Control& control, SampleState& state, SampleShared& shared,
+                                             SampleWorkspace& workspace) {
+  const bool apart = kPeers > 1;
+  const i32 stride = params.launch->query[0].stride, forced = params.launch->query[0].forced;
+  WholeGrid<M> grid{params, apart, &workspace.arrivals, state.arrivals, control};
+  SampleEpochs epochs = state.epochs;
+  const OwnIds<M> own(params, grid.block(), apart);
+  const float* logits = params.logits + round * params.launch->logits_round_stride;
+  if constexpr (kPeers > 1) logits = all_logits<M>(params.workspace, 0);
+  SampleArgs args{};
+  args.params = state.params, args.steps = state.steps, args.logits = logits;
+  args.row_begin = own.begin, args.row_end = own.end, args.queries = 1;
+  // That of the first block of all counts.
+  args.note = (kPeers == 1 || params.rank == 0) && *const_cast<volatile u32*>(&control.yield) ? 1 : 0;
+  grid.block_sync();  // the last reduction is read, and logits are written
+  sample_plain<kMostOwnIds<M> <= 4 * kConsumerThreads ? 1 : 2>(grid, args, workspace.scratch, shared, epochs);
+  if (grid.thread() != 0) return;
+  const SampleResult result = shared.results[0];
+  control.chosen[0] = result.status == kSampled ? result.token : no_token(result.best);
+  state.steps[0].position_low += stride;
+  state.steps[0].num_output += stride;
+  control.yield_agreed = shared.note | (result.status != kSampled && static_cast<i32>(round + 1) >= forced);
+  state.epochs = epochs;
+}
+
 // All consumer threads. Not inlined: that would take registers from the rest of the round.
 template <class M>
 __device__ __noinline__ void choose_sampled(const Params& params, u32 round, volatile Where* where) {
@@ -228,6 +260,8 @@ __device__ __noinline__ void choose_sampled(const Params& params, u32 round, vol
   // Nobody needs the reductions' buffer before conclude() has met all warps again.
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_part<M>(M::kShReduce));
   SampleWorkspace& workspace = *reinterpret_cast<SampleWorkspace*>(params.sample.workspace);
+  if constexpr (kMostQueries == 1)
+    if (state.plain) return choose_plain<M>(params, round, control, state, shared, workspace);
   const bool apart = kPeers > 1 && state.apart;
   WholeGrid<M> grid{params, apart, &workspace.arrivals, state.arrivals, control};
   SampleEpochs epochs = state.epochs;

@@ -164,6 +164,25 @@ class TokenChoice {
         row_end(args.row_end), filtered(queries_that([&](u32 c) { return has_filter(c); })),
         adjusted(queries_that([&](u32 c) { return needs_adjusting(c); })) {}
 
+  // Of a single query whose tokens nothing changes or filters.
+  struct Plain {};
+  __device__ __forceinline__ TokenChoice(Plain, Grid& grid, const SampleArgs& args, SampleScratch& scratch, SampleShared& shared,
+                                         SampleEpochs& epochs)
+      : grid(grid), args(args), scratch(scratch), shared(shared), epochs(epochs), t(grid.thread()), lane(t % 32), warp(t / 32),
+        team_bits(kBitsOfAll), row_begin(args.row_begin), row_end(args.row_end), filtered(0), adjusted(0) {}
+
+  // `kAtOnce`: of each lane's fours of tokens.
+  template <u32 kAtOnce>
+  __device__ __forceinline__ void run_plain() {
+    propose(0, noisy<false, kAtOnce>(0));
+    exchange([](u32) { return kFindNoisy; });
+#pragma unroll 1
+    while (shared.pass[0] != kFound) {
+      propose(0, certain(0));
+      exchange([](u32) { return kFindCertain; });
+    }
+  }
+
   __device__ __forceinline__ void run() {
     adjust();
     bool is_first = true, is_bordered = false;
@@ -193,6 +212,11 @@ class TokenChoice {
 
  private:
   static constexpr u32 kThreads = kConsumerThreads, kWarps = kThreads / 32;
+  static constexpr u32 kBitsOfAll = [] {
+    u32 bits = 0;
+    while (2u << bits <= kWarps) ++bits;
+    return bits;
+  }();
   static_assert((kWarps & (kWarps - 1)) == 0 && kThreads % 32 == 0 && kSampleBins % kThreads == 0 && kThreads >= kMaxQueries, "threads of a block");
   using Proposal = SampleShared::Proposal;
 
@@ -439,7 +463,7 @@ class TokenChoice {
   // Of a lane's tokens the one whose sum of score and bound is highest, with the score and noise that it has; and the second
   // highest sum with a bound. A bound takes a tenth of the time of noise. The choice of all blocks stands if no
   // other sum with a bound comes near it.
-  template <bool kIsFiltered>
+  template <bool kIsFiltered, u32 kAtOnce = kIsFiltered ? 1 : 2>
   __device__ __forceinline__ Proposal noisy(u32 c) const {
     const float temperature = args.params[c].temperature;
     const Noise noise = noise_of(c);
@@ -449,7 +473,7 @@ class TokenChoice {
     float highest = none, second = none, score_of_highest = 0.0f;
     u32 id_of_highest = 0, word_of_highest = 0;
     bool is_nan = false;
-    for_own_quads<kIsFiltered ? 1 : 2>(c, [&](u32 quad, Quad scores) {
+    for_own_quads<kAtOnce>(c, [&](u32 quad, Quad scores) {
       const exact::Words words = noise.words(quad);
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) scores.x[k] = scaled(scores.x[k], temperature);
@@ -804,4 +828,11 @@ template <class Grid>
 __device__ __forceinline__ void sample_tokens(Grid& grid, const SampleArgs& args, SampleScratch& scratch,
                                               SampleShared& shared, SampleEpochs& epochs) {
   TokenChoice<Grid>(grid, args, scratch, shared, epochs).run();
+}
+// The same of a single query whose tokens nothing changes or filters, by code that is short: what runs once a round comes from the L2.
+template <u32 kAtOnce, class Grid>
+__device__ __forceinline__ void sample_plain(Grid& grid, const SampleArgs& args, SampleScratch& scratch, SampleShared& shared,
+                                             SampleEpochs& epochs) {
+  using Choice = TokenChoice<Grid>;
+  Choice(typename Choice::Plain{}, grid, args, scratch, shared, epochs).template run_plain<kAtOnce>();
 }
