@@ -326,7 +326,9 @@ def library(request, tmp_path_factory):
     gpu = replace(TYPICAL["sm_90a"], num_sms=BLOCKS[ranks])
     plan = make_plan(SMALL, Dtype.BF16, gpu, ranks)
     assert plan.blocks == BLOCKS[ranks]
-    spec = header(plan, Build(samples=True, queries=queries)).replace("#pragma once", "#pragma once\n" + macros)
+    spec = header(plan, Build(samples=True, queries=queries)).replace(
+        "#pragma once", "#pragma once\n" + macros
+    )
     (folder / "ptx" / "memory.cuh").write_text(MEMORY + STORES + '#include "spec.cuh"\n')
     (folder / "ops" / "head.cuh").write_text(HEAD + structs + HEAD_OF_RANKS)
     (folder / "spec.cuh").write_text(spec)
