@@ -284,15 +284,17 @@ def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
     return plan.with_room_for(1, samples=False)
 
 
-def test_copies_of_experts_pause_where_experts_are_guessed() -> None:
+def test_copies_of_experts_pause_while_blocks_wait() -> None:
     plain = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"]).with_room_for(1, samples=False)
-    assert plain.guesses_experts
+    assert not plain.guesses_experts
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (2, (4, 4, 4))
     ranks = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"], ranks=2)
     two = ranks.with_room_for(1, samples=False)
-    assert two.guesses_experts
-    assert (two.waiting_copies_in_flight, two.copies_in_flight) == (2, (3, 3, 3))
+    assert (two.waiting_copies_in_flight, two.copies_in_flight) == (0, (3, 3, 3))
     with guessing(guess=True):
+        two = ranks.with_room_for(1, samples=False)
+        assert two.guesses_experts
+        assert (two.waiting_copies_in_flight, two.copies_in_flight) == (2, (3, 3, 3))
         guessed = of_experts("fp8-block")
         assert guessed.guesses_experts
         assert (guessed.waiting_copies_in_flight, guessed.copies_in_flight) == (2, (3, 3, 3))

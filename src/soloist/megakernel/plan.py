@@ -247,6 +247,8 @@ class Plan:
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         if self.guesses_experts:
             return (tuning.few_guessing_copies_in_flight[1],) * 3
+        if self.queries == 1 and self.has_experts:
+            return tuning.ranks_experts_copies_in_flight
         few = self._streams_little or (
             self.shape.summing_ranks > 1
             and self.image.busiest_layer_bytes <= tuning.few_ranks_layer_bytes

@@ -34,6 +34,8 @@ class Tuning:
         few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
             which do not wait for sums.
         few_ranks_layer_bytes: see above.
+        ranks_experts_copies_in_flight: the same of mixtures with one query, which wait for a choice
+            of experts, and then for the memory.
         page_copies_in_flight: of KV pages where a block serves several groups of columns.
         fetch_slots: slots behind those of a full ring that come to the L2 meanwhile, where blocks
             of several GPUs stream at most `fetch_layer_bytes` of a layer: they wait for each other
@@ -84,9 +86,10 @@ class Tuning:
             of both matrices, so that experts stream one exchange earlier.
         least_guessed_bytes: with one query the router applied to the stream before attention
             guesses experts, which stream while blocks wait for the choice: where logits come early,
-            and gate_up of the chosen experts has at least so many bytes for each block. Fewer come
-            quickly once the choice is known, and disturb the exchanges before it. None: never.
-        ranks_least_guessed_bytes: the same on several GPUs, whose choice takes longer.
+            and gate_up of the chosen experts has at least so many bytes for each block. None:
+            never. What streams meanwhile disturbs the exchanges that lead to the choice, and tiles
+            that are wrong come late.
+        ranks_least_guessed_bytes: the same on several GPUs.
         unguessed_slots: of the ring, that are left free of them for experts that the guess misses.
         has_attention_blocks: SMs that have no weights of a mixture attend to a round's only query,
             as long as one block serves a KV head's cache. Its pages are there before q, k and v
@@ -104,6 +107,7 @@ class Tuning:
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
     few_ranks_layer_bytes: int = 1024 * 1024
+    ranks_experts_copies_in_flight: tuple[int, int, int] = (3, 3, 3)
     page_copies_in_flight: int = 3
     fetch_slots: int = 8
     fetch_cycles: int = 800
@@ -132,8 +136,8 @@ class Tuning:
     paired_warp_tiles: int = 2
     coded_paired_dim: int = 128
     routes_early: bool = True
-    least_guessed_bytes: int | None = 256 * 1024
-    ranks_least_guessed_bytes: int | None = 192 * 1024
+    least_guessed_bytes: int | None = None
+    ranks_least_guessed_bytes: int | None = None
     unguessed_slots: int = 3
     has_attention_blocks: bool = True
 
@@ -149,8 +153,6 @@ NEWER = replace(
     experts_release_late=False,
     several_release_late=False,
     coded_paired_dim=64,
-    least_guessed_bytes=None,
-    ranks_least_guessed_bytes=None,
     has_attention_blocks=False,
 )
 # And a warp cannot pass registers on.

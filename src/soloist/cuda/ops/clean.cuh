@@ -112,8 +112,8 @@ __device__ __forceinline__ void clean(const Params& params, Control* control, u3
         M::of_layer(layer, [=, &params, &guesses](auto kind) {
           using L = decltype(kind);
           if constexpr (L::kGuesses) {
-            // Looks for the stream long before it can be there would be in the way of what others wait for.
-            mbarrier_wait(kGuessesEarly<M> ? barriers.fed() : barriers.begun(), guesses++ & 1);
+            // Looks for the stream before it can be there would be in the way of what others wait for.
+            mbarrier_wait(barriers.begun(), guesses++ & 1);
             publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
           }
         });

@@ -3,7 +3,6 @@
 // block's sum of squares beside that scale. Readers multiply their results by the true 1 / rms over the assumed one.
 #pragma once
 #include "ops/lanes.cuh"
-#include "tile/guess.cuh"
 
 template <class Of>
 struct InStream {  // what qkv reads, and the head of one stream
@@ -134,14 +133,6 @@ __device__ __forceinline__ void feed_router(const Context<M>& cx, u32 layer, u32
     const bool valid = r < rows;
     const float x = valid ? residual[r] * __ldg(norm + first + r) : 0.0f;
     publish_pair(now, cx.warp, first + r, cx.lane, valid, x * cx.scale);
-  }
-  if constexpr (kMostQueries == 1 && kGuessesEarly<M>) {
-    bool guesses = false;
-    if (layer < M::kLayers) M::of_layer(layer, [&](auto kind) { guesses = decltype(kind)::kGuesses; });
-    if (guesses) {
-      cx.wait_for_cleaner(cx.layers_done + cx.round);
-      if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.fed());
-    }
   }
 }
 

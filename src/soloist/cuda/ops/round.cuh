@@ -162,7 +162,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 5 : 0;
+inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 4 : 0;
 template <class M>
 inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + kChoiceBarriers<M>;
 

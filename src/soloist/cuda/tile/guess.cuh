@@ -22,12 +22,6 @@ __device__ __forceinline__ ExpertGuess<M>& expert_guess(u8* shared) {
   return *reinterpret_cast<ExpertGuess<M>*>(shared + M::kShGuess);
 }
 
-// Whether a guess begins once the block has published its rows of the stream, while those of others are on their way. On several GPUs
-// it comes 1.8 µs earlier so; on one it is in the way of the exchange of q, k and v. Who has the squares of the layer before, which blocks
-// publish late only beside attention blocks, knows that copies of the stream are clean.
-template <class M>
-inline constexpr bool kGuessesEarly = M::kRanks > 1 && kAttentionBlocks > 0;
-
 // Barriers of a layer's choice.
 struct ChoiceBarriers {
   u32 chosen;  // consumers -> producer: which experts
@@ -35,15 +29,12 @@ struct ChoiceBarriers {
 
   // Producer -> consumers: what there is in each place of the guess, and what came of it.
   __device__ __forceinline__ u32 corrected() const { return chosen + 8; }
-  // Consumers -> the producer, and who makes the guess if not early: the stream before attention has come, so all blocks are done with the
-  // layer before. In layers with a guess; neither is a layer behind, since the consumers wait for both.
+  // Consumers -> who makes the guess, and the producer: the stream before attention has come, so all blocks are done with the layer
+  // before. In layers with a guess; neither is a layer behind, since the consumers wait for both.
   __device__ __forceinline__ u32 begun() const { return chosen + 16; }
   // Who weighs experts -> consumers: shares are there. In layers where that is apart. No phase passes a consumer by: all meet in each
   // of these layers, before the next phase may begin.
   __device__ __forceinline__ u32 weighed() const { return chosen + 24; }
-  // Consumers -> who makes the guess early: the block has published its rows of the stream before attention, and those of others follow.
-  // Before layers with a guess; who makes it is no layer behind, since the consumers wait for its cleaning.
-  __device__ __forceinline__ u32 fed() const { return chosen + 32; }
 };
 
 // Tiles of gate_up that a block multiplies in a layer of kind `L`: experts take turns, so that each block has as many wrong ones as
