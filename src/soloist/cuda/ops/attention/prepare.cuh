@@ -86,11 +86,11 @@ struct HeadVector {
       for (u32 i = 0; i < 2; ++i) load_two(low_norm[i], high_norm[i], vectors + (i ? L::kVecKNorm : L::kVecQNorm), lane);
     }
   }
-  // Norm and rope; `turn(j)`: cosine and sine of the lane's j-th pair. No branches, so that several vectors overlap.
-  template <class Turn>
-  static __device__ __forceinline__ void turned(float (&low)[kPairs], float (&high)[kPairs], const float (&low_norm)[kPairs],
-                                                const float (&high_norm)[kPairs], const Turn& turn, float (&x)[kPairs],
-                                                float (&y)[kPairs]) {
+  // Norm and rope; of the lane's j-th pair `norm(j)` has the low and the high weight, `turn(j)` cosine and sine. No branches, so that several
+  // vectors overlap.
+  template <class Norm, class Turn>
+  static __device__ __forceinline__ void turned(float (&low)[kPairs], float (&high)[kPairs], const Norm& norm, const Turn& turn,
+                                                float (&x)[kPairs], float (&y)[kPairs]) {
     if constexpr (L::kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
@@ -98,8 +98,9 @@ struct HeadVector {
       const float scale = rsqrtf(warp_sum(squares) * (1.0f / M::kHeadDim) + M::kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
-        low[j] *= scale * low_norm[j];
-        high[j] *= scale * high_norm[j];
+        const float2 weights = norm(j);
+        low[j] *= scale * weights.x;
+        high[j] *= scale * weights.y;
       }
     }
 #pragma unroll
@@ -111,16 +112,12 @@ struct HeadVector {
   // `turns` is null where nothing is rotated; a query has a row, a key lies as it comes.
   __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
                                          const float2* turns, u32 lane, bool stores) const {
-    float low_of[kPairs], high_of[kPairs], x[kPairs], y[kPairs];
-    if constexpr (L::kQkNorm) {
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) {
-        low_of[j] = is_key ? low_norm[1][j] : low_norm[0][j];
-        high_of[j] = is_key ? high_norm[1][j] : high_norm[0][j];
-      }
-    }
+    float x[kPairs], y[kPairs];
+    const auto norm = [&](u32 j) {
+      return make_float2(is_key ? low_norm[1][j] : low_norm[0][j], is_key ? high_norm[1][j] : high_norm[0][j]);
+    };
     const auto turn = [&](u32 j) { return turns ? turns[min(place(lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f); };
-    turned(low, high, low_of, high_of, turn, x, y);
+    turned(low, high, norm, turn, x, y);
     if (!stores) return;
     const auto offset = [&](u32 d) { return row == kNoRow ? d * 2 : q_offset<M>(row, d); };
     store(to, x, lane, offset);

@@ -49,18 +49,20 @@ __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32
   for (u32 v = 0; v < kVectors; ++v) {
     const bool is_key = v + 1 == kOwn && has_key;
     if constexpr (L::kQkvBias) V::load_two(low_bias[v], high_bias[v], vectors + L::kVecQkvBias + head * kHeadRows<M> + member(v) * M::kHeadDim, cx.lane);
-    if constexpr (L::kQkNorm)
+    if constexpr (L::kQkNorm && kOwn > 0)
       if (v < kOwn) V::load_two(low_norm[v], high_norm[v], vectors + (is_key ? L::kVecKNorm : L::kVecQNorm), cx.lane);
     places[v].find(cx.lane, [&](u32 d) {
       return v == kOwn ? new_kv + (M::kHeadDim + d) * 2 : is_key ? new_kv + d * 2 : q_rows + q_offset<M>(member(v), d);
     });
   }
-  if (has_key && fresh.has_come)
-    in_slot[0].find(cx.lane, [&](u32 d) {
-      return fresh.half_page + fresh.row * M::kKeyRowBytes + M::key_chunk(fresh.row, d / 8) * 16 + d % 8 * 2;
-    });
-  if (has_value && fresh.has_come)
-    in_slot[1].find(cx.lane, [&](u32 d) { return fresh.half_page + M::kHalfPageBytes + M::value_place(fresh.row, d) * 2; });
+  if constexpr (!kHasCodes<M>) {  // codes join later, once they are rounded
+    if (has_key && fresh.has_come)
+      in_slot[0].find(cx.lane, [&](u32 d) {
+        return fresh.half_page + fresh.row * M::kKeyRowBytes + M::key_chunk(fresh.row, d / 8) * 16 + d % 8 * 2;
+      });
+    if (has_value && fresh.has_come)
+      in_slot[1].find(cx.lane, [&](u32 d) { return fresh.half_page + M::kHalfPageBytes + M::value_place(fresh.row, d) * 2; });
+  }
   float factor = cx.shared.control().factor[0];
   at_hand(factor);
   float2 turns[kPairs];
@@ -99,12 +101,14 @@ __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32
         high[v][j] += high_bias[v][j];
       }
     }
+  if constexpr (kOwn > 0) {
 #pragma unroll
-  for (u32 v = 0; v < kOwn; ++v) {
-    float x[kPairs], y[kPairs];
-    V::turned(low[v], high[v], low_norm[v], high_norm[v], [&](u32 j) { return turns[j]; }, x, y);
-    places[v].store(x, y, cx.lane);
-    if (v + 1 == kOwn && has_key && fresh.has_come) in_slot[0].store(x, y, cx.lane);
+    for (u32 v = 0; v < kOwn; ++v) {
+      float x[kPairs], y[kPairs];
+      V::turned(low[v], high[v], [&](u32 j) { return make_float2(low_norm[v][j], high_norm[v][j]); }, [&](u32 j) { return turns[j]; }, x, y);
+      places[v].store(x, y, cx.lane);
+      if (v + 1 == kOwn && has_key && fresh.has_come) in_slot[0].store(x, y, cx.lane);
+    }
   }
   if (!has_value) return;
   places[kVectors - 1].store(low[kVectors - 1], high[kVectors - 1], cx.lane);
