@@ -48,7 +48,8 @@ __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32
 #pragma unroll
   for (u32 v = 0; v < kVectors; ++v) {
     const bool is_key = v + 1 == kOwn && has_key;
-    if constexpr (L::kQkvBias) V::load_two(low_bias[v], high_bias[v], vectors + L::kVecQkvBias + head * kHeadRows<M> + member(v) * M::kHeadDim, cx.lane);
+    if constexpr (L::kQkvBias)
+      V::load_two(low_bias[v], high_bias[v], vectors + L::kVecQkvBias + head * kHeadRows<M> + member(v) * M::kHeadDim, cx.lane);
     if constexpr (L::kQkNorm && kOwn > 0)
       if (v < kOwn) V::load_two(low_norm[v], high_norm[v], vectors + (is_key ? L::kVecKNorm : L::kVecQNorm), cx.lane);
     places[v].find(cx.lane, [&](u32 d) {
@@ -105,7 +106,8 @@ __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32
 #pragma unroll
     for (u32 v = 0; v < kOwn; ++v) {
       float x[kPairs], y[kPairs];
-      V::turned(low[v], high[v], [&](u32 j) { return make_float2(low_norm[v][j], high_norm[v][j]); }, [&](u32 j) { return turns[j]; }, x, y);
+      const auto norm = [&](u32 j) { return make_float2(low_norm[v][j], high_norm[v][j]); };
+      V::turned(low[v], high[v], norm, [&](u32 j) { return turns[j]; }, x, y);
       places[v].store(x, y, cx.lane);
       if (v + 1 == kOwn && has_key && fresh.has_come) in_slot[0].store(x, y, cx.lane);
     }
