@@ -16,7 +16,7 @@ from end_to_end.test_experts import WITH_SHARED, write_mixture
 from end_to_end.test_gpu_kinds_and_formats import here, loaded
 from end_to_end.test_gpu_lanes import Spread, rounded
 from end_to_end.test_gpu_passes import GPU, PAGES, cut, random_ids, read, same
-from interpreter.mixtures import MIXTURES, OF_WHOLE_WORDS, SMS, guessing, routing_early
+from interpreter.mixtures import MIXTURES, OF_WHOLE_WORDS, SMS, routing_early
 from interpreter.models import prompt, reference_logits
 from interpreter.quantised import alike, formats_of, quantised
 from plan.shapes import MIXTURE
@@ -64,15 +64,12 @@ MOST_ERROR = 0.02
 
 @pytest.fixture
 def routes_early(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Logits of experts behind attention, or beside attention_output, or guessed before it, too.
-
-    In plans of one GPU.
-    """
-    with routing_early(early=request.param != "after"), guessing(guess=request.param == "guessed"):
+    """Logits of experts behind attention, or beside attention_output."""
+    with routing_early(early=request.param == "early"):
         yield
 
 
-EARLY_OR_NOT = pytest.mark.parametrize("routes_early", ["after", "early", "guessed"], indirect=True)
+EARLY_OR_NOT = pytest.mark.parametrize("routes_early", ["after", "early"], indirect=True)
 
 
 @EARLY_OR_NOT

@@ -29,12 +29,6 @@ def routing_early(*, early: bool) -> AbstractContextManager[None]:
     return _tuned(routes_early=early)
 
 
-def guessing(*, guess: bool) -> AbstractContextManager[None]:
-    """Plans that are read meanwhile have experts that stream by a guess, or not."""
-    least = 0 if guess else None
-    return _tuned(least_guessed_bytes=least, ranks_least_guessed_bytes=least)
-
-
 def _model(
     *mlps: Mlp | Mixture, hidden_size: int = 72, attention: Attention = _NORMED
 ) -> ModelConfig:

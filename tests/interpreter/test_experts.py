@@ -11,7 +11,6 @@ from interpreter.mixtures import (
     MIXTURES,
     SHARED,
     SMS,
-    guessing,
     routing_early,
     wide_experts,
     with_shared_mlp,
@@ -20,7 +19,6 @@ from interpreter.models import Bench, gpu, load, load_experts, prompt, reference
 from interpreter.quantised import FORMATS, alike, formats_of, quantised
 from plan.shapes import MIXTURE
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.experts import corrected_guess
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.interpreter.experts import Chosen, chosen_by
 from soloist.megakernel.plan import Plan, make_plan
@@ -63,54 +61,6 @@ def test_logits_of_experts_may_come_with_attention(name: str) -> None:
     rounded = Bench(config, plan, weights, torch.bfloat16)
     one_by_one = rounded.feed(ids[:9])
     assert torch.equal(rounded.feed(ids[:9], 3), one_by_one)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", [*(name for name in MIXTURES if name != "corrected sigmoids")])
-def test_experts_may_stream_by_a_guess(name: str) -> None:
-    """Which changes no bit of a query, and is made of routers by softmax alone."""
-    config = MIXTURES[name]
-    weights, ids = random_weights(config), prompt(config, 12)
-    seen = []
-    for guess in (False, True):
-        with guessing(guess=guess):
-            plan = plan_of(config).with_room_for(1, samples=False)
-            guesses = plan.guesses_experts
-            seen.append(Bench(config, plan, weights, torch.bfloat16).feed(ids))
-        routers = [kind.experts.router for kind in plan.image.kinds if kind.experts]
-        assert guesses is (guess and any(router.scores == "softmax" for router in routers))
-    assert torch.equal(*seen)
-
-
-@pytest.mark.parametrize(
-    ("guess", "chosen", "slots"),
-    [
-        ([7, 2, 5], [2, 5, 7], [2, 0, 1]),
-        ([7, 2, 5], [1, 5, 9], [0, 2, 1]),
-        ([3, 4], [0, 1], [0, 1]),
-    ],
-    ids=["right", "two wrong", "all wrong"],
-)
-def test_what_a_guess_missed_takes_the_places_of_wrong_experts(
-    guess: list[int], chosen: list[int], slots: list[int]
-) -> None:
-    assert corrected_guess(guess, chosen) == slots
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_every_tile_of_a_guess_is_one_blocks(name: str) -> None:
-    plan = plan_of(MIXTURES[name])
-    for experts in (kind.experts for kind in plan.image.kinds):
-        if experts is None:
-            continue
-        shares = [experts.guessed_tiles(block) for block in range(plan.blocks)]
-        chosen, units = experts.router.num_chosen, experts.gate_up.units
-        owned = sorted(tile for share in shares for tile in share)
-        assert owned == [(p, t) for p in range(chosen) for t in range(units)]
-        # A block has as many of one expert as of any other, or one more.
-        for share in shares:
-            of_places = [sum(place == p for place, _ in share) for p in range(chosen)]
-            assert max(of_places) - min(of_places) <= 1
 
 
 @pytest.mark.usefixtures("routes_early")

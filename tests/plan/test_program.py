@@ -19,7 +19,7 @@ def test_every_buffer_is_read_and_published() -> None:
 
 def test_the_buffers_of_a_plan_are_those_of_its_phases() -> None:
     named = {name for phase in PHASES if phase is not ROUTER for name in phase.publishes}
-    named -= {"hidden_router", "expert_logits", "guessed_logits"}  # of mixtures
+    named -= {"hidden_router", "expert_logits"}  # of mixtures
     on_ranks = {"sums_mid", "sums_in", "logits"}
     assert {*small_plan(SMALL, 7).exchanges.workspace} == named - on_ranks
     # Where blocks have arrived is no data of a phase.

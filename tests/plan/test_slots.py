@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter.mixtures import guessing, with_shared_mlp
+from interpreter.mixtures import with_shared_mlp
 from interpreter.quantised import FORMATS, alike, formats_of
 from plan.shapes import MIXTURE as MIXTURE_SHAPE
 from plan.shapes import PUBLIC, SHAPES, SMALL, etude
@@ -286,20 +286,11 @@ def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
 
 def test_copies_of_experts_pause_while_blocks_wait() -> None:
     plain = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"]).with_room_for(1, samples=False)
-    assert not plain.guesses_experts
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (2, (4, 4, 4))
     ranks = make_plan(MIXTURE, Dtype.BF16, TYPICAL["sm_90a"], ranks=2)
     two = ranks.with_room_for(1, samples=False)
     assert (two.waiting_copies_in_flight, two.copies_in_flight) == (0, (3, 3, 3))
-    with guessing(guess=True):
-        two = ranks.with_room_for(1, samples=False)
-        assert two.guesses_experts
-        assert (two.waiting_copies_in_flight, two.copies_in_flight) == (2, (3, 3, 3))
-        guessed = of_experts("fp8-block")
-        assert guessed.guesses_experts
-        assert (guessed.waiting_copies_in_flight, guessed.copies_in_flight) == (2, (3, 3, 3))
     chosen = of_experts("fp8-block")
-    assert not chosen.guesses_experts
     assert (chosen.waiting_copies_in_flight, chosen.copies_in_flight) == (6, (6, 6, 6))
     several = chosen.with_room_for(MAX_QUERIES, samples=False)
     assert (several.waiting_copies_in_flight, several.copies_in_flight) == (2, (4, 4, 4))

@@ -127,8 +127,6 @@ class Exchanges:
         if logits:
             parts = shape.summing_ranks if any(kind.routes_early for kind in self.kinds) else 1
             buffers["expert_logits"] = (EXCHANGE_COPIES, parts, queries, max(logits), 4)
-        if any(kind.guesses_experts for kind in self.kinds):
-            buffers["guessed_logits"] = (EXCHANGE_COPIES, max(logits), 4)
         if self.attention_blocks:
             # How rounds ended, for blocks that choose no token; which of them have left.
             buffers["outcome"] = (4,)
@@ -249,7 +247,6 @@ class SharedMemory:
         most_slots: distinct experts that the queries of a launch can choose; 0 without experts.
         gates_shared: some layer's MLP beside experts has a gate.
         routes_early: see LayerKind.
-        guesses_experts: see LayerKind.
         tiles_together: of experts' gate_up, that are added up side by side; 0 where none are.
         converted_steps: whose activations of one query have room in another form, for weights that
             are quantised.
@@ -265,7 +262,6 @@ class SharedMemory:
     most_slots: int = 0
     gates_shared: bool = False
     routes_early: bool = False
-    guesses_experts: bool = False
     tiles_together: int = 0
     converted_steps: int = CONVERTED_STEPS[0]
 
@@ -316,8 +312,6 @@ class SharedMemory:
             sizes["choice"] = (words, 4)
             parts = 2 if self.routes_early else 1  # of the stream, and of attention
             sizes["expert_logits"] = (2, parts, CONSUMER_WARPS, queries, 4)
-        if self.guesses_experts:  # see `ExpertGuess` in cuda/tile/guess.cuh
-            sizes["guess"] = (2 + MOST_EXPERTS // 32 + self.most_slots, 4)
         buffers = stack(sizes, value_bytes=1)
         if not self.converts:
             return buffers

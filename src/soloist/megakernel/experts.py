@@ -4,7 +4,6 @@ The distinct experts that a round's queries chose are its *slots*, in ascending 
 are the kernel knows only in the round, so the plan says everything by slot. Pure integers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from soloist.errors import ShapeUnsupported
@@ -14,8 +13,6 @@ from soloist.model.config import Mixture, Router
 
 # A lane of a warp ranks every 32nd expert, in registers.
 MOST_EXPERTS = 512
-# Of a block's tiles of gate_up each lane of a warp knows one.
-MOST_GUESSED_TILES = 32
 # Bits of a word: chosen experts of eight queries are found among so many.
 MOST_CHOSEN = 32
 
@@ -72,15 +69,6 @@ class Experts:
         own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
         return [divmod(tile, self.gate_up.units) for tile in own]
 
-    def guessed_tiles(self, block: int) -> list[tuple[int, int]]:
-        """(place in the guess, tile of the expert) of all tiles of gate_up that a block owns.
-
-        Experts take turns, so that each block has as many wrong ones as any other.
-        """
-        slots = self.router.num_chosen
-        own = range(self.first_tile(block, slots), self.first_tile(block + 1, slots))
-        return [(tile % slots, tile // slots) for tile in own]
-
     @property
     def tiles_together(self) -> int:
         """Tiles of gate_up of one query that a block's warps add up side by side, one each."""
@@ -111,12 +99,6 @@ class Experts:
             )
         ]
 
-    @property
-    def gate_up_block_bytes(self) -> int:
-        """Bytes of gate_up that a block streams of one query's experts, on average."""
-        chosen = self.router.num_chosen
-        return chosen * self.gate_up.units * self.gate_up.unit_bytes // self.blocks
-
     def block_bytes(self, block: int) -> int:
         """What a block streams of the experts of one query, padding included."""
         slots = self.router.num_chosen
@@ -127,17 +109,6 @@ class Experts:
     def max_block_bytes(self) -> int:
         """The same of the busiest block."""
         return max(self.block_bytes(block) for block in range(self.blocks))
-
-
-def corrected_guess(guess: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """What is multiplied in each place of a guess: the slot of its expert, or of one it missed.
-
-    Args:
-        guess: distinct experts, the likeliest first.
-        chosen: as many that were chosen, one to a slot.
-    """
-    missed = iter(slot for slot, expert in enumerate(chosen) if expert not in guess)
-    return [chosen.index(e) if e in chosen else next(missed) for e in guess]
 
 
 def require_experts(mixture: Mixture) -> None:

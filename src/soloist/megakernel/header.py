@@ -257,7 +257,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
     constants |= _lanes(plan) | _experts(plan)
     names = (
         "sums_mid", "sums_in", "arrivals", "logits", "hidden_out", "squares_out", "hidden_router",
-        "guessed_logits", "outcome", "left",
+        "outcome", "left",
     )  # fmt: skip
     constants["kShConverted"] = constants["kShConvertedBytes"] = 0
     for name in names:  # of some plans only
@@ -370,7 +370,7 @@ def _layer(
         "kMlpBias": mlp.bias,
         "kWsGated": gated.offset,
         "kWsGatedBytes": gated.num_bytes,
-        **_experts_of(kind, queries),
+        **_experts_of(kind),
         **_marks_of(kind),
     }
     for vector in (*_VECTORS, *(_ROUTER_VECTORS if kind.experts else ())):
@@ -630,15 +630,14 @@ def _experts(plan: Plan) -> dict[str, Value]:
         constants["kHasSharedMlp"] = plan.has_shared_mlp
         constants["kGatesShared"] = plan.shared.gates_shared
         constants["kTraceChosen"] = num_time_words(plan)
-        constants["kGuessSlots"] = plan.guess_slots
     return constants
 
 
-def _experts_of(kind: LayerKind, queries: int) -> dict[str, Value]:
-    """Constants of a layer's experts in a build for so many queries."""
+def _experts_of(kind: LayerKind) -> dict[str, Value]:
+    """Constants of a layer's experts."""
     experts = kind.experts
     if experts is None:
-        return {"kExperts": 0, "kRoutesEarly": False, "kGuesses": False}
+        return {"kExperts": 0, "kRoutesEarly": False}
     router = experts.router
     return {
         "kExperts": router.num_experts,
@@ -657,7 +656,6 @@ def _experts_of(kind: LayerKind, queries: int) -> dict[str, Value]:
         "kHasSharedMlp": "shared.down" in kind.operations,
         "kGatesShared": experts.gates_shared,
         "kRoutesEarly": kind.routes_early,
-        "kGuesses": queries == 1 and kind.guesses_experts,
     }
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soloist.errors import ShapeUnsupported
-from soloist.megakernel.experts import MOST_GUESSED_TILES, Experts
+from soloist.megakernel.experts import Experts
 from soloist.megakernel.gpu import Gpu
 from soloist.megakernel.layout import Buffer, end_of, stack
 from soloist.megakernel.partition import Matrix, RowOrder
@@ -290,23 +290,6 @@ class LayerKind:
         if self.operations["attention_output"].matrix.format.is_permuted:
             return False
         return self.spread.gpu.architecture.tuning.routes_early
-
-    @property
-    def guesses_experts(self) -> bool:
-        """With one query experts are guessed from the stream before attention, and stream then.
-
-        Logits are known up to a factor at first, so they have to be what scores are ranked by.
-        """
-        tuning = self.spread.gpu.architecture.tuning
-        of_ranks = tuning.ranks_least_guessed_bytes
-        least = of_ranks if self.spread.is_shared else tuning.least_guessed_bytes
-        if self.experts is None or not self.routes_early or least is None:
-            return False
-        router = self.experts.router
-        ranks_by_logits = router.scores == "softmax" and not router.is_corrected
-        tiles = router.num_chosen * self.experts.gate_up.units
-        fits_lanes = tiles <= MOST_GUESSED_TILES * self.experts.blocks
-        return ranks_by_logits and fits_lanes and self.experts.gate_up_block_bytes >= least
 
     @property
     def _vector_sizes(self) -> dict[str, int]:

@@ -189,7 +189,7 @@ class Plan:
         widest = SharedMemory(
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
             self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
-            self.guesses_experts, self._tiles_together,
+            self._tiles_together,
         )  # fmt: skip
         if not widest.converts or self.has_experts:
             return widest
@@ -221,16 +221,6 @@ class Plan:
         """Some layer's logits of experts come beside attention_output, see LayerKind."""
         return any(kind.routes_early for kind in self.image.kinds)
 
-    @property
-    def guesses_experts(self) -> bool:
-        """Some layer's experts stream by a guess, see LayerKind."""
-        return self.queries == 1 and any(kind.guesses_experts for kind in self.image.kinds)
-
-    @property
-    def guess_slots(self) -> int:
-        """Slots of the ring that guessed experts may take: what they miss needs some, too."""
-        return max(0, self.shared.ring_slots - self.gpu.architecture.tuning.unguessed_slots)
-
     # The stream -----------------------------------------------------------------------------------
 
     @property
@@ -245,8 +235,6 @@ class Plan:
                 return (self._pausing_copies[1],) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
-        if self.guesses_experts:
-            return (tuning.few_guessing_copies_in_flight[1],) * 3
         if self.queries == 1 and self.has_experts:
             return tuning.ranks_experts_copies_in_flight
         few = self._streams_little or (
@@ -263,7 +251,7 @@ class Plan:
         """
         tuning = self.gpu.architecture.tuning
         if self.ranks > 1:
-            return tuning.few_guessing_copies_in_flight[0] if self.guesses_experts else 0
+            return 0
         if self._pauses:
             return self._pausing_copies[0]
         few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
@@ -289,8 +277,6 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         alone = self.queries == 1 and self.has_experts and self._is_quantized
         if alone and self._streams_little:
-            if self.guesses_experts:
-                return tuning.few_guessing_copies_in_flight
             return tuning.few_pausing_copies_in_flight
         return tuning.pausing_copies_in_flight
 

@@ -70,7 +70,7 @@ LAYER = (
         "the residual stream of all blocks, from down of the layer before or from embed",
         _MULTIPLY,
         reads=_IN,
-        publishes=("projected", "guessed_logits"),
+        publishes=("projected",),
         product=Product("qkv", "hidden_in", RowOrder.HEADS),
     ),
     Phase(
@@ -95,7 +95,7 @@ LAYER = (
         "gate_up",
         "the residual stream of all blocks, from attention_output",
         _MULTIPLY,
-        reads=(*_MID, "guessed_logits"),
+        reads=_MID,
         publishes=("gated",),
         product=Product("gate_up", "hidden_mid", RowOrder.PAIRED),
     ),

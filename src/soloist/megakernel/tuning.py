@@ -27,8 +27,6 @@ class Tuning:
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
             waits and while it multiplies. What they wait for is a choice of experts, and then the
             memory.
-        few_guessing_copies_in_flight: the same where experts are guessed: their stream runs beside
-            the exchanges that lead to the choice.
         ranks_copies_in_flight: ranks wait for each other, too, and then hurry: copies while a third
             of the ring is free at most, while two thirds are, and beyond.
         few_ranks_copies_in_flight: the same for at most `few_ranks_layer_bytes`, but not for lanes,
@@ -84,13 +82,6 @@ class Tuning:
         coded_paired_dim: up to so many values where keys and values are codes.
         routes_early: routers multiply what attention gives, beside attention_output, by a product
             of both matrices, so that experts stream one exchange earlier.
-        least_guessed_bytes: with one query the router applied to the stream before attention
-            guesses experts, which stream while blocks wait for the choice: where logits come early,
-            and gate_up of the chosen experts has at least so many bytes for each block. None:
-            never. What streams meanwhile disturbs the exchanges that lead to the choice, and tiles
-            that are wrong come late.
-        ranks_least_guessed_bytes: the same on several GPUs.
-        unguessed_slots: of the ring, that are left free of them for experts that the guess misses.
         has_attention_blocks: SMs that have no weights of a mixture attend to a round's only query,
             as long as one block serves a KV head's cache. Its pages are there before q, k and v
             are, and no block with weights is late for what follows.
@@ -103,7 +94,6 @@ class Tuning:
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
-    few_guessing_copies_in_flight: tuple[int, int] = (2, 3)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
     few_ranks_layer_bytes: int = 1024 * 1024
@@ -136,9 +126,6 @@ class Tuning:
     paired_warp_tiles: int = 2
     coded_paired_dim: int = 128
     routes_early: bool = True
-    least_guessed_bytes: int | None = None
-    ranks_least_guessed_bytes: int | None = None
-    unguessed_slots: int = 3
     has_attention_blocks: bool = True
 
 

@@ -453,8 +453,6 @@ struct Model {
   static constexpr unsigned kWsSquaresOutBytes = 0u;
   static constexpr unsigned kWsHiddenRouter = 0u;
   static constexpr unsigned kWsHiddenRouterBytes = 0u;
-  static constexpr unsigned kWsGuessedLogits = 0u;
-  static constexpr unsigned kWsGuessedLogitsBytes = 0u;
   static constexpr unsigned kWsOutcome = 0u;
   static constexpr unsigned kWsOutcomeBytes = 0u;
   static constexpr unsigned kWsLeft = 0u;
@@ -529,7 +527,6 @@ struct Model {
     static constexpr unsigned kWsGatedBytes = 65536u;
     static constexpr unsigned kExperts = 0u;
     static constexpr bool kRoutesEarly = false;
-    static constexpr bool kGuesses = false;
     static constexpr unsigned kMarksBefore = 3u;
     static constexpr unsigned kMarksBehind = 9u;
     static constexpr unsigned kVecAttentionNorm = 0u;

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter.mixtures import MIXTURES, SMS, guessing
+from interpreter.mixtures import MIXTURES, SMS
 from interpreter.models import gpu
 from soloist.megakernel.header import Build, header
 from soloist.megakernel.limits import MAX_QUERIES
@@ -21,8 +21,8 @@ from soloist.model.dtype import Dtype
 from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 
 REAL = (
-    "ops/produce.cuh", "ops/producer.cuh", "ops/guess.cuh", "ops/attention/split.cuh",
-    "tile/guess.cuh", "tile/logits.cuh", "tile/slots.cuh", "tile/expert_choice.cuh",
+    "ops/produce.cuh", "ops/producer.cuh", "ops/attention/split.cuh",
+    "tile/logits.cuh", "tile/slots.cuh", "tile/expert_choice.cuh",
     "tile/kv_page.cuh", "tile/padding.cuh", "ptx/types.cuh",
 )  # fmt: skip
 
@@ -255,8 +255,7 @@ def test_blocks_get_what_they_multiply(
     """The first block and the last, with other experts in each layer and round."""
     small = replace(gpu(SMS), shared_bytes=shared_bytes)
     plan = make_plan(MIXTURES[name], Dtype.BF16, small).with_room_for(queries, samples=False)
-    with guessing(guess=False):
-        made = program(plan, queries, tmp_path)
+    made = program(plan, queries, tmp_path)
     for block in (0, plan.blocks - 1):
         given = [str(made), str(block), "3", str(plan.shared.most_slots)]
         done = subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)

@@ -75,18 +75,6 @@ float* expert_logits(u8* workspace, u32 epoch, u32 rank, u32 query) {
   return epoch == 7 ? parts + (rank * kMaxQueries + query) * M::kMostLogits : nullptr;
 }
 """
-GUESS = r"""
-#pragma once
-template <class M>
-float* guessed_logits(const Params& params, u32 epoch) {
-  return epoch == 7 ? reinterpret_cast<float*>(params.workspace + M::kGuessedAt) : nullptr;
-}
-"""
-TOUCH = r"""
-#pragma once
-inline void touch(const float*) {}
-inline float4 load_touched(const float* p) { return {p[0], p[1], p[2], p[3]}; }
-"""
 HIDDEN = r"""
 #pragma once
 #include "tile/context.cuh"
@@ -107,7 +95,6 @@ MAIN = r"""
 struct L {
   using M = Model;
   static constexpr u64 kVecRouter = 0, kVecRouterOutput = kRows * Model::kHidden;
-  static constexpr bool kGuesses = kGuessed;
   static u32 first_router_row(u32 block) { return block * kRows / kBlocks; }
   static u64 vectors(u32) { return 64; }
 };
@@ -118,10 +105,6 @@ extern "C" void route(u8* workspace, const float* vectors, const float* factors,
   for (u32 block = 0; block < kBlocks; ++block) {
     std::memset(shared, 0xFF, 1 << 16);
     std::memcpy(shared, factors, kMaxQueries * 4);
-    if constexpr (kGuessed)
-      run_lanes(0, 32, [&](u32 lane) {
-        publish_guess<L, Model>(params, 0, 7 + 3, 7, block, lane);
-      });
     run_lanes(0, kConsumerThreads, [&](u32 thread) {
       Context<Model> cx{params, {shared}, 3, block, thread / 32, thread % 32, thread, {queries}, 7,
                         scales[thread / 32]};
@@ -137,7 +120,7 @@ ROWS, BLOCKS = 20, 7
 
 @dataclass(frozen=True)
 class Seen:
-    """Logits [queries, rows] of the kernel's code, and what they are; of the stream alone, too.
+    """Logits [queries, rows] of the kernel's code, and what they are.
 
     `others`: what another rank has of them.
     """
@@ -145,8 +128,6 @@ class Seen:
     logits: Tensor
     others: Tensor
     wanted: Tensor
-    guessed: Tensor
-    of_stream: Tensor
 
 
 def run(
@@ -155,7 +136,6 @@ def run(
     heads: int,
     queries: int,
     *,
-    guesses: bool = False,
     rank: int | None = None,
 ) -> Seen:
     """`rank`: of two."""
@@ -167,13 +147,13 @@ def run(
     sizes = {
         "kHidden": hidden, "kQueryHeads": heads, "kHeadDim": 128, "kMostLogits": ROWS,
         "kWsExpertLogits": 0, "kWsExpertLogitsBytes": 1, "kShExpertLogits": 4096,
-        "kGuessedAt": 2048, "kStreamAt": 4096, "kWsHiddenRouter": 4096, "kWsHiddenRouterBytes": 1,
+        "kStreamAt": 4096, "kWsHiddenRouter": 4096, "kWsHiddenRouterBytes": 1,
         "kAttendedAt": 4096 + operand_bytes[0],
     }  # fmt: skip
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": room, "kConsumerWarps": CONSUMER_WARPS,
         "kConsumerThreads": CONSUMER_WARPS * 32, "kRows": ROWS, "kBlocks": BLOCKS,
-        "kGuessed": guesses, "kRanks": 1 if rank is None else 2,
+        "kRanks": 1 if rank is None else 2,
     }  # fmt: skip
     spec = ['#pragma once\n#include "ptx/types.cuh"', *_constants(counts)]
     spec += ["struct Model {", *_constants(sizes, "static "), "};"]
@@ -181,9 +161,7 @@ def run(
         "spec.cuh": "\n".join(spec),
         "ptx/types.cuh": (CUDA / "ptx/types.cuh").read_text(encoding="utf-8"),
         "ptx/memory.cuh": MEMORY + '#include "spec.cuh"\n' + LANES,
-        "ptx/touch.cuh": TOUCH,
         "tile/context.cuh": CONTEXT,
-        "tile/guess.cuh": GUESS,
         "tile/logits.cuh": LOGITS,
         "ops/hidden.cuh": HIDDEN,
         "ops/attention/exchange.cuh": "#pragma once\n",
@@ -228,8 +206,7 @@ def run(
     assumed = (scales / factors)[:queries, None]
     of_stream = stream.float() @ router.T
     wanted = attention.float() @ product.T + (0 if rank else of_stream / assumed)
-    guessed = workspace[2048 : 2048 + ROWS * 4].view(torch.float32)
-    return Seen(seen, others, wanted, guessed, of_stream)
+    return Seen(seen, others, wanted)
 
 
 @pytest.mark.parametrize("queries", [1, 3, MAX_QUERIES])
@@ -249,12 +226,3 @@ def test_ranks_tell_each_other_their_parts(rank: int, queries: int, tmp_path: Pa
     seen = run(tmp_path, 160, 2, queries, rank=rank)
     torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
     assert torch.equal(seen.others, seen.logits)
-
-
-@pytest.mark.parametrize("hidden", [160, 2048, 4480])
-def test_a_guess_has_the_sums_that_logits_begin_with(hidden: int, tmp_path: Path) -> None:
-    """One warp comes to the bits of eight, or a query's would depend on who is beside it."""
-    seen = run(tmp_path / "guessed", hidden, 2, 1, guesses=True)
-    torch.testing.assert_close(seen.guessed, seen.of_stream[0], rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(seen.logits, seen.wanted, rtol=1e-4, atol=1e-3)
-    assert torch.equal(seen.logits, run(tmp_path / "not", hidden, 2, 1).logits)

@@ -43,10 +43,6 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
     });
   }
   scale.settle(cx, in);
-  if constexpr (L::kGuesses) {
-    cx.wait_for_cleaner(cx.layers_done - 1 + cx.round);  // who makes the guess has seen the last layer begin
-    if (cx.thread == 0) mbarrier_arrive(ChoiceBarriers{cx.chosen, 0}.begun());
-  }
   cx.mark();
 }
 

@@ -97,7 +97,7 @@ __device__ __noinline__ void attend_rounds(const Params& params, Control* contro
   const u32 thread = threadIdx.x;
   u8* const fixed = reinterpret_cast<u8*>(control) - M::kShControl;
   Context<M> cx{params, Shared<M>{fixed}, Ring<M>{ring.base, ring.full, ring.empty, 0, 0}, 0, lane_block<M>(), thread / 32, thread % 32, thread,
-               control->queries, nullptr, 0, where, 0, 0, 0, 1.0f, 0, 0, 0};
+               control->queries, nullptr, 0, where, 0, 0, 0, 1.0f, 0, 0};
   for (;; ++cx.round) {
     if (cx.thread == 0) cx.where->round = cx.round;
     cx.marks = kTrace && cx.round == kTraceRound ? cx.params.trace + blockIdx.x * kTraceWords : nullptr;

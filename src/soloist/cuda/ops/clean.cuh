@@ -1,9 +1,9 @@
 // The cleaner warp: fills the exchange buffers that this block wrote two epochs ago with sentinels again, off the
-// path of the consumers, with the fence that this needs. Between two cleanings it makes a guess of experts, and weighs those that were
-// chosen.
+// path of the consumers, with the fence that this needs. Between two cleanings it weighs the experts that were chosen.
 #pragma once
 #include "ops/route.cuh"
 #include "tile/logits.cuh"
+#include "tile/slots.cuh"
 
 // Words `first` … `first + count - 1` (32 bits each) of every query.
 __device__ __forceinline__ void clear_words(u8* copy, u32 query_bytes, u32 queries, u32 first, u32 count, u32 lane) {
@@ -49,9 +49,6 @@ __device__ __forceinline__ void clear_experts(const Params& params, u32 epoch, u
 #pragma unroll
   for (u32 part = 0; part < kLogitParts<L>; ++part)
     clear_words(reinterpret_cast<u8*>(expert_logits<M>(params.workspace, epoch, part, 0)), M::kMostLogits * 4, queries, first,
-                L::first_router_row(block + 1) - first, lane);
-  if constexpr (L::kGuesses)
-    clear_words(exchange_copy<M>(params, M::kWsGuessedLogits, M::kWsGuessedLogitsBytes, epoch), 0, 1, first,
                 L::first_router_row(block + 1) - first, lane);
   u8* gated = exchange_copy<M>(params, L::kWsGated, L::kWsGatedBytes, epoch);
   const u32 count = (chosen < L::kExperts ? chosen : L::kExperts) * queries * kChunks;
@@ -103,20 +100,9 @@ __device__ __forceinline__ void clean(const Params& params, Control* control, u3
   // Rounds that draft have as many as they come to.
   const u32 queries = kDrafts ? kMaxQueries : control->queries;
   u32 hidden_in = 0, layers = 0;
-  [[maybe_unused]] u32 guesses = 0;
   [[maybe_unused]] const ChoiceBarriers barriers{chosen, 0};
 #pragma unroll 1
   for (u32 cleanings = 0;; ++cleanings) {
-    if constexpr (M::kMostSlots > 0 && kMostQueries == 1)
-      if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers)
-        M::of_layer(layer, [=, &params, &guesses](auto kind) {
-          using L = decltype(kind);
-          if constexpr (L::kGuesses) {
-            // Looks for the stream before it can be there would be in the way of what others wait for.
-            mbarrier_wait(barriers.begun(), guesses++ & 1);
-            publish_guess<L, M>(params, layer, cleanings + 1, layers + 1, block, lane);
-          }
-        });
     mbarrier_wait(cleanable, cleanings & 1);
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}

@@ -7,9 +7,9 @@
 #pragma once
 #include "ops/mlp.cuh"
 #include "ops/route.cuh"
-#include "tile/guess.cuh"
 #include "tile/logits.cuh"
 #include "tile/slot_of_warp.cuh"
+#include "tile/slots.cuh"
 
 // What corrects the scores of the lane's experts.
 template <class L, class M>
@@ -223,33 +223,9 @@ __device__ __forceinline__ void publish_tile(Context<M>& cx, const Sums<typename
 template <class L, class M, class Use>
 __device__ __forceinline__ void for_each_tile(Context<M>& cx, const ExpertSlots<M>& slots, const Use& use) {
   using GateUp = typename L::GateUp;
-  if constexpr (!L::kGuesses) {
-    const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
+  const u32 first = L::first_tile(cx.block, slots.count), end = L::first_tile(cx.block + 1, slots.count);
 #pragma unroll 1
-    for (u32 tile = first; tile < end; ++tile) use(tile / GateUp::kUnits, tile % GateUp::kUnits);
-  } else {
-    using Tiles = GuessedTiles<L>;
-    static_assert(Tiles::kMost <= 32, "a lane for each tile");
-    const Tiles tiles(cx.block);
-    const u32 place = tiles.place(cx.lane), unit = tiles.unit(cx.lane);
-    const ExpertGuess<M>& guess = expert_guess<M>(cx.shared.base);
-    const ChoiceBarriers barriers{cx.chosen, cx.guesses++ & 1};
-    mbarrier_wait(barriers.corrected(), barriers.parity);
-    const u32 issued = guess.issued, wrong = guess.wrong, begun = (issued + Tiles::kTileSlots - 1) / Tiles::kTileSlots;
-    const u32 slot = slots.slot_of(cx.lane < tiles.count ? guess.expert[place] : 0);
-    const u32 right = __ballot_sync(~0u, cx.lane < begun && !(wrong >> place % 32 & 1));
-    // First those that came by the guess and are right, then all others.
-#pragma unroll 1
-    for (u32 n = 0; n < begun + tiles.count; ++n) {
-      const bool again = n >= begun;
-      const u32 i = again ? n - begun : n;
-      if (again == (right >> i & 1)) {
-        if (!again) cx.ring.skip(cx.lane, min(Tiles::kTileSlots, issued - i * Tiles::kTileSlots));
-        continue;
-      }
-      use(__shfl_sync(~0u, slot, i), __shfl_sync(~0u, unit, i));
-    }
-  }
+  for (u32 tile = first; tile < end; ++tile) use(tile / GateUp::kUnits, tile % GateUp::kUnits);
 }
 
 // Tiles of gate_up of a round's only query. Each warp adds up the sums of another one, while the others go on.

@@ -1,8 +1,9 @@
 // The producer warp: keeps the ring full of what the consumers will read next, in their order.
 //
-// Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size. Experts do, and are guessed.
+// Weights do not depend on anything, so it runs ahead of every exchange, up to the ring's size. Experts do.
 #pragma once
-#include "ops/guess.cuh"
+#include "ops/producer.cuh"
+#include "tile/slots.cuh"
 
 // How many parts a block streams of chosen experts in a phase: each tile of gate_up, or of `down` each slot.
 template <class M>
@@ -61,7 +62,9 @@ template <class L>
 constexpr bool addresses_at_once() {
   if constexpr (kMostQueries == 1 && L::kExperts > 0 && kStagingLanes == 1) {
     constexpr u32 kMostTiles = (L::kChosen * L::GateUp::kUnits + L::M::kLaneBlocks - 1) / L::M::kLaneBlocks;
-    return GuessedTiles<L>::kTileSlots == 1 && kLeavesOutPadding<typename L::Down> && kMostTiles <= 32 && L::kChosen <= 32;
+    using GateUp = typename L::GateUp;
+    constexpr bool kIsOneCopy = L::kTileBytes <= 2 * GateUp::kHalfTileBytes * GateUp::kSlotTiles;
+    return kIsOneCopy && kLeavesOutPadding<typename L::Down> && kMostTiles <= 32 && L::kChosen <= 32;
   } else {
     return false;
   }
@@ -142,7 +145,7 @@ __device__ __forceinline__ Part shared_part_of_phase(const u8* image, u32 layer,
 template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 chosen_barrier, u32 lane) {
-  [[maybe_unused]] u32 choices = 0, guesses = 0;
+  [[maybe_unused]] u32 choices = 0;
   Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
@@ -175,10 +178,7 @@ __device__ __forceinline__ void produce(const Params& params, Control* control, 
           if constexpr (M::kHasSharedMlp)
             if (has_shared_part<M>(layer)) p.weights(shared_part_of_phase<M>(params.image, layer, phase));
           const ChoiceBarriers barriers{chosen_barrier, choices & 1};
-          if (phase == kGateUpPhase) {
-            ++choices;
-            if (stream_guessed<M>(p, shared, chosen, barriers, layer, round * M::kLayers + layer + 1, guesses)) continue;
-          }
+          if (phase == kGateUpPhase) ++choices;
           if (stream_chosen<M>(p, chosen, layer, phase, barriers)) continue;
           if (phase == kGateUpPhase) mbarrier_wait(barriers.chosen, barriers.parity);
           const u32 count = num_expert_parts<M>(chosen, layer, phase);

@@ -162,7 +162,7 @@ __device__ __forceinline__ void report(const Params& params, Control* control, c
 }
 
 template <class M>
-inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 4 : 0;
+inline constexpr u32 kChoiceBarriers = M::kMostSlots > 0 ? 2 : 0;
 template <class M>
 inline constexpr u32 kNumBarriers = 2 * M::kRingSlots + 6 + kChoiceBarriers<M>;
 
@@ -228,7 +228,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
   } else {
     if constexpr (Role::kIsNew) take_registers();
     Context<M> cx{params, Shared<M>{fixed}, Ring<M>{ring.base, ring.full, ring.empty, 0, 0}, 0, lane_block<M>(), warp, lane, thread,
-               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen, 0, 0};
+               control->queries, nullptr, 0, where, barriers.cleanable, barriers.cleaned, 0, 1.0f, barriers.chosen, 0};
     if (kAttentionBlocks > 0 && attends) attend_rounds<M>(params, control, where, ring, barriers.round);
     else consume(cx, barriers, all_barriers);
     if (thread == 0) mbarrier_arrive(finished);  // the watchdog may go

@@ -2,8 +2,6 @@
 #pragma once
 #include "ops/attention/exchange.cuh"
 #include "ops/hidden.cuh"
-#include "ptx/touch.cuh"
-#include "tile/guess.cuh"
 #include "tile/logits.cuh"
 
 // Eight numbers of a router's row, and their product with as many activations.
@@ -81,63 +79,6 @@ struct RouterRow {
   }
 };
 
-// A guess of experts follows from what a router gives of the stream before attention: a block's rows of it, by a warp that does
-// nothing else meanwhile. Sums are those that all warps of a block come to, which their logits begin with.
-template <class L, class M>
-__device__ __forceinline__ void publish_guess(const Params& params, u32 layer, u32 in, u32 epoch, u32 block, u32 lane) {
-  constexpr u32 kColumns = kConsumerThreads * 8, kEach = (M::kHidden + kColumns - 1) / kColumns;
-  constexpr u32 kTogether = 2;  // warps' parts at a time
-  const auto exists = [](u32 k) { return M::kHidden % kColumns == 0 || k < M::kHidden; };
-  u8* before = exchange_copy<M>(params, M::kWsHiddenRouter, M::kWsHiddenRouterBytes, in);
-#pragma unroll 1
-  for (u32 r = L::first_router_row(block); r < L::first_router_row(block + 1); ++r) {
-    const float* row = params.vectors + L::vectors(layer) + L::kVecRouter + r * M::kHidden;
-    for (u32 k = lane * 8; k < M::kHidden; k += 32 * 8) touch(row + k);
-    float sum = 0.0f;
-#pragma unroll 1
-    for (u32 warp = 0; warp < kConsumerWarps; warp += kTogether) {
-      float own[kTogether] = {};
-#pragma unroll 1
-      for (u32 i = 0; i < kEach; ++i) {
-        const u32 k = i * kColumns + (warp * 32 + lane) * 8;
-        uint4 x[kTogether];
-        bool ready = false;
-#pragma unroll 1
-        while (!ready) {
-          ready = true;
-#pragma unroll
-          for (u32 w = 0; w < kTogether; ++w)
-            if (exists(k + w * 256)) x[w] = load_exchanged(operand_value(before, 0, k + w * 256));
-#pragma unroll
-          for (u32 w = 0; w < kTogether; ++w)
-            if (exists(k + w * 256)) ready &= is_present(x[w]);
-        }
-#pragma unroll
-        for (u32 w = 0; w < kTogether; ++w)
-          if (exists(k + w * 256)) {
-            const float* at = row + k + w * 256;
-            const float4 weights[2] = {load_touched(at), load_touched(at + 4)};
-            own[w] += router_product(weights, x[w]);
-          }
-      }
-#pragma unroll
-      for (u32 w = 0; w < kTogether; ++w) own[w] = warp_sum(own[w]);
-#pragma unroll
-      for (u32 w = 0; w < kTogether; ++w) sum += own[w];
-    }
-    if (lane == 0) store_exchanged(guessed_logits<M>(params, epoch) + r, present(sum));
-  }
-}
-
-// What that warp found, which it did long before attention is there.
-template <class M>
-__device__ __forceinline__ float published_guess(const Context<M>& cx, u32 row) {
-  float x;
-  do x = load_exchanged(guessed_logits<M>(cx.params, cx.layers_done) + row);
-  while (!is_present(x));
-  return x;
-}
-
 // Where a logit of this warp's query goes, in the memory of all ranks that add it to those of others. Worked out while what it is made of
 // is waited for.
 template <class L>
@@ -183,23 +124,18 @@ __device__ __forceinline__ void route_early(Context<M>& cx, u32 layer, const Cam
 #pragma unroll 1
   for (u32 r = first; r < end; ++r) {
     float* now = parts + r % 2 * (2 * kSums);
-    float guessed = 0.0f;
-    if constexpr (L::kGuesses) {
-      if (cx.thread == 0) guessed = published_guess<M>(cx, r);
-    } else {
-      row.load(vectors + L::kVecRouter + r * M::kHidden, cx.thread);
-      row.add_up(cx, before, now);
-    }
+    row.load(vectors + L::kVecRouter + r * M::kHidden, cx.thread);
+    row.add_up(cx, before, now);
     product.load(vectors + L::kVecRouterOutput + r * kAttended, cx.thread);
     const LogitPlaces<L> places(cx, r);
     product.add_up(cx, attended, now + kSums);
     if (r + 1 == end) came();
     cx.sync();
     if (cx.warp < cx.queries && cx.lane == 0) {
-      float of_stream = guessed, of_attention = 0.0f;
+      float of_stream = 0.0f, of_attention = 0.0f;
 #pragma unroll
       for (u32 w = 0; w < kConsumerWarps; ++w) {
-        if constexpr (!L::kGuesses) of_stream += now[w * kMostQueries + cx.warp];
+        of_stream += now[w * kMostQueries + cx.warp];
         of_attention += now[kSums + w * kMostQueries + cx.warp];
       }
       // The stream was published times the scale that was assumed: the true one over this factor.

@@ -106,7 +106,7 @@ struct Context {
   u32 reductions;  // so far: they alternate between halves of the shared buffer
   float scale;  // of this warp's query: 1 / rms that published activations were multiplied by
   u32 chosen;  // the first of ChoiceBarriers
-  u32 guesses, weighings;  // layers whose experts were guessed, and weighed apart, so far, of all rounds
+  u32 weighings;  // layers whose experts were weighed apart, so far, of all rounds
 
   // Addresses and sizes that follow from these are computed in each phase, not kept over all of them in registers.
   __device__ __forceinline__ void forget_addresses() {

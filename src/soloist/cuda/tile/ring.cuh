@@ -44,13 +44,6 @@ struct Ring {
     advance(1);
     return address;
   }
-  // Slots that nobody reads, at most as many as the ring has, are given back.
-  __device__ __forceinline__ void skip(u32 lane, u32 count) {
-    const u32 first = slot;
-#pragma unroll 1
-    for (u32 i = 0; i < count; ++i) take();
-    release(lane, first, count);
-  }
   // The same as below, but once `loaded` is there. An arrival does not wait for loads from shared memory that came before it: where
   // requests of other warps delay them, the next copy would land before they are done.
   __device__ __forceinline__ void release(u32 lane, u32 first, u32 count, u32 loaded) const {

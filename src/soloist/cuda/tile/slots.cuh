@@ -80,16 +80,6 @@ struct ExpertSlots : SharedShares<M, M::kGatesShared> {
       slot += __popc(word);
     }
   }
-  // The slot of an expert that a round's only query chose.
-  __device__ __forceinline__ u32 slot_of(u32 which) const {
-    u32 slot = 0;
-#pragma unroll
-    for (u32 w = 0; w < kWords; ++w) {
-      const u32 below = which / 32 > w ? ~0u : which / 32 < w ? 0 : (1u << which % 32) - 1;
-      slot += __popc(chosen[0][w] & below);
-    }
-    return slot;
-  }
 };
 
 template <class M>
@@ -97,6 +87,16 @@ __device__ __forceinline__ ExpertSlots<M>& expert_slots(u8* shared) {
   static_assert(sizeof(ExpertSlots<M>) <= M::kShChoiceBytes, "shared memory of the plan");
   return *reinterpret_cast<ExpertSlots<M>*>(shared + M::kShChoice);
 }
+
+// Barriers of a layer's choice.
+struct ChoiceBarriers {
+  u32 chosen;  // consumers -> producer: which experts
+  u32 parity;  // of that
+
+  // Who weighs experts -> consumers: shares are there. In layers where that is apart. No phase passes a consumer by: all meet in each
+  // of these layers, before the next phase may begin.
+  __device__ __forceinline__ u32 weighed() const { return chosen + 8; }
+};
 
 // Where a round's only query chooses by logits whose norm follows, shares are found by the warp that cleans, while others multiply by
 // gate_up.

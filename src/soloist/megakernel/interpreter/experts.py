@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soloist.megakernel.experts import Experts, corrected_guess
+from soloist.megakernel.experts import Experts
 from soloist.megakernel.interpreter.exchange import Exchange, Operand
 from soloist.megakernel.interpreter.residual import Residual, Stream
 from soloist.megakernel.interpreter.weights import Weights
@@ -84,7 +84,6 @@ class ExpertPhases:
     def __init__(self, plan: Plan, weights: Weights, residual: Residual, rank: int = 0) -> None:
         self._plan, self._weights, self._residual, self._rank = plan, weights, residual, rank
         self.logits = Exchange(plan, "expert_logits") if plan.has_experts else None
-        self._guesses = Exchange(plan, "guessed_logits") if plan.guesses_experts else None
         self._chosen = Chosen(())
         self._factor = torch.zeros(plan.blocks, MAX_QUERIES)
 
@@ -156,29 +155,6 @@ class ExpertPhases:
                 assert peer.logits is not None, "there are experts"
                 peer.logits.write(epoch, where, own)
 
-    def guess(self, stream: Stream, layer: int, epoch: int) -> None:
-        """Blocks publish what their rows of the router give of the stream before attention."""
-        experts, hidden, logits = self._experts(layer), self._plan.model.hidden_size, self._guesses
-        assert logits is not None, "experts are guessed"
-        assert stream.for_routers is not None, "it is published for them"
-        qkv = self._plan.image.operation(layer, "qkv")
-        x = stream.for_routers.read_for(qkv, stream.epoch, 1)[:hidden, :1]
-        for block in range(self._plan.blocks):
-            rows = experts.router_rows(block)
-            of_stream = _products(self._router(layer, rows), x)[0]
-            logits.write(epoch, (slice(rows.start, rows.stop), 0), of_stream)
-
-    def _guessed_tiles(self, layer: int, epoch: int) -> list[list[tuple[int, int]]]:
-        """(slot, tile) of what blocks multiply, where they began with a guess."""
-        experts, logits = self._experts(layer), self._guesses
-        assert logits is not None, "experts are guessed"
-        count = experts.router.num_experts
-        everyones = logits.read(epoch, (slice(experts.num_logits), 0))[:count]
-        guess = best_of(everyones, experts.router.num_chosen)
-        slots = corrected_guess(guess, self._chosen.slots)
-        blocks = map(experts.guessed_tiles, range(self._plan.blocks))
-        return [[(slots[place], tile) for place, tile in own] for own in blocks]
-
     def _router(self, layer: int, rows: range) -> Tensor:
         """Some of its rows, behind which a gate's may lie."""
         hidden = self._plan.model.hidden_size
@@ -194,12 +170,8 @@ class ExpertPhases:
         """Each block's tiles of the slots; a slot's neurons go to the queries that chose it."""
         experts, slots = self._experts(layer), self._chosen.slots
         op, blocks = self._plan.image.operation(layer, "gate_up"), range(self._plan.blocks)
-        if self._plan.queries == 1 and self._plan.image.layer(layer).guesses_experts:
-            tiles = self._guessed_tiles(layer, epoch)
-        else:
-            tiles = [experts.tiles(block, len(slots)) for block in blocks]
         for block in blocks:
-            for slot, tile in tiles[block]:
+            for slot, tile in experts.tiles(block, len(slots)):
                 queries = self._chosen.queries(slots[slot])
                 y = self._weights.expert_product(op, x, layer, slots[slot], tile)[:, queries]
                 y = y * self._factor[block, queries]
@@ -244,6 +216,5 @@ class ExpertPhases:
 
     def clear(self, epoch: int) -> None:
         """See Exchange."""
-        for logits in (self.logits, self._guesses):
-            if logits is not None:
-                logits.clear(epoch)
+        if self.logits is not None:
+            self.logits.clear(epoch)

@@ -121,8 +121,6 @@ class Interpreter:
             y = self._product(op, x, layer, block, queries)
             factor = self._residual.factor(self._in, block, queries)
             self._projection.publish(self._layers_done, block, rows_of(op, block), y.T, factor)
-        if self._plan.queries == 1 and self._plan.image.layer(layer).guesses_experts:
-            self._experts.guess(self._in, layer, self._layers_done)
 
     def _attention_output(self, layer: int, queries: int) -> Iterator[None]:
         op, attended = self._op(layer, "attention_output"), self._attention.attended
