@@ -25,6 +25,12 @@ struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float __fmaf_rn(float a, float b, float c) { return a * b + c; }
 inline float load_exchanged(const float* p) { float x; std::memcpy(&x, p, 4); return x; }
+template <u32 kSecond, u32 kThird, u32 kFourth>
+void load_exchanged_if(bool loads, const u8* from, uint4& a, uint4& b, uint4& c, uint4& d) {
+  if (!loads) return;
+  std::memcpy(&a, from, 16), std::memcpy(&b, from + kSecond, 16);
+  std::memcpy(&c, from + kThird, 16), std::memcpy(&d, from + kFourth, 16);
+}
 template <class T> T __ldg(const T* p) { return *p; }
 inline u32 __byte_perm(u32 a, u32 b, u32 places) {
   const u64 bytes = static_cast<u64>(b) << 32 | a;

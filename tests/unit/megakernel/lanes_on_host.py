@@ -71,6 +71,12 @@ inline void store_shared(u32 at, uint4 x) { std::memcpy(shared + at, &x, 16); }
 inline void store_shared1(u32 at, u32 x) { std::memcpy(shared + at, &x, 4); }
 inline void store_shared2(u32 at, u32 x, u32 y) { store_shared1(at, x), store_shared1(at + 4, y); }
 inline float load_exchanged(const float* p) { float x; std::memcpy(&x, p, 4); return x; }
+template <u32 kSecond, u32 kThird, u32 kFourth>
+void load_exchanged_if(bool loads, const u8* from, uint4& a, uint4& b, uint4& c, uint4& d) {
+  if (!loads) return;
+  std::memcpy(&a, from, 16), std::memcpy(&b, from + kSecond, 16);
+  std::memcpy(&c, from + kThird, 16), std::memcpy(&d, from + kFourth, 16);
+}
 template <class T> T __ldg(const T* p) { return *p; }
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }

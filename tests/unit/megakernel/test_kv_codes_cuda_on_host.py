@@ -151,9 +151,10 @@ extern "C" void append_fresh(u8* fresh, const i32* positions, u32 queries, i32 s
   static Params none;
   static Control control;
   for (u32 i = 0; i < queries; ++i) control.position[i] = positions[i];
-  run_warp(0, [&](u32 lane) {
-    append(Context<M>{none, {fresh, &control}, 0, lane}, 0, queries, start, half_page);
-  });
+  for (u32 i = 0; i < queries; ++i)
+    run_warp(i, [&](u32 lane) {
+      append(Context<M>{none, {fresh, &control}, i, lane}, i, start, half_page);
+    });
 }
 
 extern "C" void store_in_pool(u8* fresh, const i32* positions, u32 queries, u16* pool,
@@ -164,7 +165,7 @@ extern "C" void store_in_pool(u8* fresh, const i32* positions, u32 queries, u16*
   for (u32 warp = 0; warp < queries; ++warp)
     run_warp(warp, [&](u32 lane) {
       const Context<M> cx{params, {fresh, &control}, warp, lane};
-      store_fresh(cx, layer, head, (1u << queries) - 1);
+      store_fresh(cx, warp, place_in_pool(cx, layer, head, warp));
     });
 }
 
@@ -286,7 +287,7 @@ def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
     of_model = _of_model(plan.with_room_for(queries, samples=False), Build(queries=queries))
     prepare = (CUDA / "ops/attention/prepare.cuh").read_text(encoding="utf-8")
     begin = prepare.index("template <class M>\n__device__ __forceinline__ u32 q_offset")
-    q_offset = prepare[begin : prepare.index("constexpr u32 kNoRow")]
+    q_offset = prepare[begin : prepare.index("// One head vector [D]")]
     begin = prepare.index("template <class M>\n__device__ __forceinline__ void round_fresh")
     rounding = prepare[begin : prepare.index("template <class L, class M>", begin)]
     counts = {

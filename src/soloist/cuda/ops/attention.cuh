@@ -61,26 +61,31 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
   QueryGroups<M> groups = grouped();
   if (groups.own) {
     own = groups.own;
-    stored = groups.stored(cx.shared.control(), cx.lane);
+    const OwnQueries queries = groups.own_queries(cx.shared.control(), cx.lane);
+    stored = queries.stored;
     QueryGroup g = groups.at(cx.shared.control(), __ffs(own) - 1);
     GroupWork<M> work(cx, g, layer);
     GroupRows<M> rows(cx, g);
-    prepare_heads<L>(cx, layer, own_head(cx), groups);
+    // Of several queries a warp stores one. Where the block has one of them, that is a warp without rows, while others attend.
+    const u32 storing = kMostQueries > 1 ? (cx.warp + kConsumerWarps / 2) % kConsumerWarps : cx.warp;
+    u8* const pool = kMostQueries > 1 && stored >> storing & 1 ? place_in_pool(cx, layer, own_head(cx), storing) : nullptr;
+    prepare_heads<L>(cx, layer, own_head(cx), queries);
     cx.mark();
+    if (kMostQueries > 1 && pool) store_fresh(cx, storing, pool);
     LaneMerge<M> merging;
 #pragma unroll 1
     for (;;) {
       attend_group<false>(cx, layer, own, stored, g, work, rows, false, merging);
       own &= own - 1;
       if (!own) break;
-      if constexpr (kParks<M>) groups = grouped();
+      if constexpr (kParks<M> || M::kMostSlots > 0) groups = grouped();  // there is no room to keep them
       g = groups.at(cx.shared.control(), __ffs(own) - 1);
       work = GroupWork<M>(cx, g, layer);
       rows = GroupRows<M>(cx, g);
     }
     cx.mark();
     if constexpr (kParks<M>) cx.forget_addresses();
-    store_fresh(cx, layer, own_head(cx), stored);
+    if (kMostQueries == 1 && stored >> storing & 1) store_fresh(cx, storing, place_in_pool(cx, layer, own_head(cx), storing));
     cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();

@@ -21,6 +21,21 @@ __device__ __forceinline__ uint4 load_exchanged(const void* p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
+// Four times as much, at `from` and so many bytes behind it, or nothing: then all stay as they are. Without a branch, after which the
+// lanes of a warp would wait for each other.
+template <u32 kSecond, u32 kThird, u32 kFourth>
+__device__ __forceinline__ void load_exchanged_if(bool loads, const u8* from, uint4& a, uint4& b, uint4& c, uint4& d) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %16, 0;\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%17];\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%4,%5,%6,%7}, [%17 + %18];\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%8,%9,%10,%11}, [%17 + %19];\n"
+      "@p ld.relaxed.gpu.global.v4.u32 {%12,%13,%14,%15}, [%17 + %20]; }"
+      : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w), "+r"(b.x), "+r"(b.y), "+r"(b.z), "+r"(b.w),
+        "+r"(c.x), "+r"(c.y), "+r"(c.z), "+r"(c.w), "+r"(d.x), "+r"(d.y), "+r"(d.z), "+r"(d.w)
+      : "r"(static_cast<u32>(loads)), "l"(from), "n"(kSecond), "n"(kThird), "n"(kFourth)
+      : "memory");
+}
 __device__ __forceinline__ float4 load_exchanged4(const float* p) {
   const uint4 v = load_exchanged(p);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),

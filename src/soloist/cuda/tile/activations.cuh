@@ -42,7 +42,7 @@ template <class Op>
 inline constexpr u32 kStride = kStepColumns;
 // From the first column to those of a step that a warp has, in columns. Of a pair of steps a warp's columns are neighbours.
 template <class Op>
-__device__ __forceinline__ u32 step_column(u32 step) {
+__device__ __forceinline__ constexpr u32 step_column(u32 step) {
   return Op::kPairsSteps ? step / 2 * (2 * kStride<Op>) + step % 2 * 64 : step * kStride<Op>;
 }
 template <class Op>
@@ -198,8 +198,16 @@ struct Ahead {
   __device__ __forceinline__ void ask_for_next(const GlobalOperand<Op>& operand, u32 d, u32 first) {
     constexpr bool kWhole = Op::kSteps % Op::kDepth == 0;
     const u32 next = first + d + Op::kDepth;
-    if (next >= Op::kSteps && !(kAgain && kWhole)) return;
+    const bool is_behind = next >= Op::kSteps && !(kAgain && kWhole);
     const u32 step = next < Op::kSteps ? next : next - Op::kSteps;
+    if constexpr (kByTurns && kCount == 2 && kLoads == 2) {
+      constexpr u32 kBlockBytes = kRoomQueries * 64, kNext = step_column<Op>(1) / 32 * kBlockBytes;
+      const u8* from = operand.lane_base + (step - d) * (kStepColumns / 32 * kBlockBytes) + step_column<Op>(d) / 32 * kBlockBytes;
+      load_exchanged_if<kBlockBytes, kNext, kNext + kBlockBytes>(operand.active && !is_behind, from, b[d][0], b[d][1], b[d + 1][0],
+                                                                 b[d + 1][1]);
+      return;
+    }
+    if (is_behind) return;
 #pragma unroll
     for (u32 k = 0; k < kCount; ++k) {
       if constexpr (kByTurns) load_again(operand, d + k, step - d);

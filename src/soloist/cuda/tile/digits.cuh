@@ -21,10 +21,10 @@ __device__ __forceinline__ u32 larger_magnitudes(uint4 v) {
 }
 __device__ __forceinline__ u32 larger_half(u32 pair) { return max(pair & 0xFFFF, pair >> 16); }
 __device__ __forceinline__ u32 magnitude(uint4 v) { return larger_half(magnitudes(v)); }
-__device__ __forceinline__ u32 most_of_lanes(u32 x, u32 lanes) {
-#pragma unroll
-  for (u32 step = 1; step < lanes; step *= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
-  return x;
+// Over the four lanes that have activations of a query. None of the exchanges waits for another.
+__device__ __forceinline__ u32 largest_of_quad(u32 x) {
+  const u32 a = __shfl_xor_sync(~0u, x, 1), b = __shfl_xor_sync(~0u, x, 2), c = __shfl_xor_sync(~0u, x, 3);
+  return max(max(x, a), max(b, c));
 }
 
 // The power of two that makes integers of a query's columns, and the one that takes it back.

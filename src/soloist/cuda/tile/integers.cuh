@@ -34,8 +34,8 @@ __device__ __forceinline__ void add_offset(float& sum, const Format& w, u32 grou
   if constexpr (Format::kOffsets) sum = __fmaf_rn(__fmul_rn(__int2float_rn(activations), w.offsets[group].get(row)), power, sum);
 }
 
-// Waits for the activations of `count` steps from `d` on, as `Ahead::await` does, and returns the lane's largest magnitude. Where a
-// word is missing that is the sentinel's, which saves a test of its own.
+// Waits for the activations of `count` steps from `d` on, as `Ahead::await` does, and returns the largest magnitude of the query whose
+// activations the lane has. Where a word is missing that is the sentinel's, which saves a test of its own.
 template <class Op>
 __device__ __forceinline__ u32 largest_that_came(const GlobalOperand<Op>& operand, Ahead<Op>& ahead, u32 d, u32 count, u32 first) {
   const auto largest = [&] {
@@ -50,19 +50,26 @@ __device__ __forceinline__ u32 largest_that_came(const GlobalOperand<Op>& operan
     }
     return kArithmetic<Op> == Arithmetic::kIntegers ? larger_half(most & 0x7FFF7FFF) : most;
   };
-  u32 most = largest();
-  if (first == 0 && Op::kSteps <= Op::kDepth) return most;  // the first steps were waited for together
+  bool may_miss;
+  u32 of_query;
+  const auto look = [&] {  // the vote and the exchange do not wait for each other
+    const u32 most = largest();
+    may_miss = __any_sync(~0u, most == (kSentinel & 0x7FFF));
+    of_query = largest_of_quad(most);
+  };
+  look();
+  if (first == 0 && Op::kSteps <= Op::kDepth) return of_query;  // the first steps were waited for together
 #pragma unroll 1
-  while (__any_sync(~0u, most == (kSentinel & 0x7FFF))) {
+  while (may_miss) {
     bool ready = true;
 #pragma unroll
     for (u32 k = 0; k < count; ++k) ready = ready && ahead.is_there(d + k);
     if (__all_sync(~0u, ready)) break;  // activations that are no numbers
 #pragma unroll
     for (u32 k = 0; k < count; ++k) ahead.load_again(operand, d + k, first);
-    most = largest();
+    look();
   }
-  return most;
+  return of_query;
 }
 
 // Several queries: all high digits are in one multiply, and all low ones in another. What multiplies take is at hand for two steps.
@@ -86,7 +93,7 @@ struct IntegerSteps {
   // Step `d` of those from `first` on, in order.
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
     Step& s = steps[d % 2];
-    const Scaling scaling(most_of_lanes(largest_that_came(operand, ahead, d, 1, first), 4));
+    const Scaling scaling(largest_that_came(operand, ahead, d, 1, first));
     const uint4 low = ahead.b[d][0], high = ahead.b[d][1];
     const Digits<true> x(low, scaling.inverse), y(high, scaling.inverse);
     s.b[0] = make_uint4(x.high[0], x.high[1], y.high[0], y.high[1]);
@@ -193,7 +200,7 @@ struct PairedSteps {
   __device__ __forceinline__ void start() {}
   // Steps `d` and `d + 1` of those from `first` on, in order.
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
-    const Scaling scaling(most_of_lanes(largest_that_came(operand, ahead, d, 2, first), 4));
+    const Scaling scaling(largest_that_came(operand, ahead, d, 2, first));
 #pragma unroll
     for (u32 k = 0; k < 2; ++k) {
       const Digits<false> x(ahead.b[d + k][0], scaling.inverse), y(ahead.b[d + k][1], scaling.inverse);

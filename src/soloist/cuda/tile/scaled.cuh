@@ -60,7 +60,7 @@ struct ScaledSteps {
     if constexpr (!kBf16) {
       power[d % 2][0] = power[d % 2][1] = kLarger;
     } else {
-      const Scaling scaling(most_of_lanes(max(magnitude(ahead.b[d][0]), magnitude(ahead.b[d][1])), 4));
+      const Scaling scaling(largest_of_quad(max(magnitude(ahead.b[d][0]), magnitude(ahead.b[d][1]))));
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         ahead.b[d][i] = as_fp16(ahead.b[d][i], scaling.inverse);

@@ -65,7 +65,7 @@ struct SuperBlockSteps {
   __device__ __forceinline__ void start() {}
   // Step `d` of those from `first` on, and of a pair the next one, in order.
   __device__ __forceinline__ void prepare(u32 d, u32 first) {
-    const Scaling scaling(most_of_lanes(largest_that_came(operand, ahead, d, kSpan, first), 4));
+    const Scaling scaling(largest_that_came(operand, ahead, d, kSpan, first));
 #pragma unroll
     for (u32 k = 0; k < kSpan; ++k) {
       const u32 step = (d + k) % 2;

@@ -112,6 +112,24 @@ struct Batch {
 template <bool kOnlyAttends, class M>
 inline constexpr u32 kBatchSlots = kOnlyAttends ? M::kRingSlots : M::kRingSlots / 2;
 
+// New keys and values of several queries join a batch, where they lie in one of its half pages: one to each warp. All warps wait for that.
+template <class M>
+__device__ __forceinline__ void append_to_batch(const Context<M>& cx, const QueryGroup& g, const GroupWork<M>& work, const Batch<M>& batch) {
+  const u32 query = g.fresh + cx.warp;
+  if (query < g.end) {
+    const i32 position = cx.shared.control().position[query];
+    // Half pages from the last one back: new positions are the last.
+    const u32 half_page = batch.stop - 1 - cx.lane;
+    const i32 within = position - work.start(half_page);
+    const u32 found = __ballot_sync(~0u, cx.lane < batch.stop - batch.begin && within >= 0 && within < static_cast<i32>(kHalfPagePositions));
+    if (found) {
+      const u32 own = batch.stop - __ffs(found);
+      append(cx, query, work.start(own), at_shared<u8>(cx.ring.wait(batch.slot(own)) + batch.offset(own)));
+    }
+  }
+  cx.sync();
+}
+
 // Until pages of an attention block have come, as many as it has room for: it has time before q, k and v do. Where the new key and
 // value join them.
 template <class M>
@@ -144,13 +162,19 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
   const auto publish = [&] {
     merging.template gather<kOnlyAttends>(cx, softmax, group, rows.first, own_head(cx), work.end == 0, (own & (own - 1)) == 0);
   };
+  constexpr bool kPublishesFirst = kOnlyAttends || (kMostQueries > 1 && !kParks<M>);
   const bool joined = kOnlyAttends && appended;
+  u32 begin = work.skipped;
 #pragma unroll 1
-  for (u32 begin = work.skipped; begin < work.end;) {
+  do {  // once where the split is empty
     const Batch<M> batch(begin, work.end, kBatchSlots<kOnlyAttends, M>);
     if (kOnlyAttends && begin > work.skipped) {
       if (cx.lane < batch.slots) cx.ring.wait(cx.lane);
       __syncwarp();
+    }
+    if constexpr (kMostQueries > 1) {
+      appended = batch.slots && work.start(batch.stop - 1) + static_cast<i32>(kHalfPagePositions) > g.first_fresh;
+      if (appended) append_to_batch(cx, g, work, batch);
     }
 #pragma unroll 1
     for (u32 half_page = begin + (work.own - begin) % M::kSoftmaxLanes; half_page < batch.stop; half_page += M::kSoftmaxLanes) {
@@ -158,9 +182,9 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
       const i32 start = work.start(half_page), behind = start + static_cast<i32>(kHalfPagePositions);
       const u32 slot = batch.slot(half_page);
       const u32 keys = (kOnlyAttends ? cx.ring.place(slot) : cx.ring.wait(slot)) + batch.offset(half_page);
-      if (behind > g.first_fresh && !joined) {
+      if (kMostQueries == 1 && behind > g.first_fresh && !joined) {
         // All warps that share the half page write the same.
-        append(cx, g.fresh, g.end, start, at_shared<u8>(keys));
+        append(cx, 0, start, at_shared<u8>(keys));
         appended = true;
         __syncwarp();
       }
@@ -176,7 +200,7 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
         softmax.template add<M::kWarpTiles, kRowHalves<M>>(q_rows, rows.tiles, kBeginsInHalf<M> && rows.first & 8, keys, values,
                                                            scales, start, rows.last, window, partly, cx.lane);
     }
-    if (kOnlyAttends && batch.stop == work.end) publish();  // nobody waits for its slots
+    if (kPublishesFirst && batch.stop >= work.end) publish();  // all blocks wait for it, none for slots
     // For all slots, also those that other warps read, as copies need not land in order: who went ahead of one would
     // take its old phase for the next one's end.
     if (!kOnlyAttends && cx.lane < batch.slots) cx.ring.wait(cx.lane);
@@ -186,7 +210,7 @@ __device__ __forceinline__ void attend_group(Context<M>& cx, u32& layer, u32& ow
     cx.ring.release(cx.lane, cx.ring.slot, batch.slots);
     cx.ring.advance(batch.slots);
     begin = batch.stop;
-  }
+  } while (begin < work.end);
   unpark(cx, layer, own, stored, merging.count, group);
-  if (!kOnlyAttends) publish();
+  if (!kPublishesFirst) publish();
 }

@@ -19,6 +19,6 @@ __device__ __forceinline__ void attend_alone(L, Context<M>& cx, u32& layer) {
   attend_group<true>(cx, layer, own, stored, g, work, rows, fresh.has_come, merging);
   cx.mark();
   if constexpr (kParks<M>) cx.forget_addresses();
-  store_fresh(cx, layer, own_head(cx), stored);
+  if (stored >> cx.warp & 1) store_fresh(cx, cx.warp, place_in_pool(cx, layer, own_head(cx), cx.warp));
   cx.mark();
 }

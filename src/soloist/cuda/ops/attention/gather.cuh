@@ -159,7 +159,7 @@ struct LaneMerge {
     };
     const auto publish = [&](u32 i, const Merged& all) {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
-      const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
+      const Gathered of = kGatheredQueries<M> > 1 && count > 1 ? gathered()[row / M::kGroup] : newest;
       const u32 query_head = head * M::kGroup + row % M::kGroup;
       if (kTogether || of.is_unsplit()) {
         const float scale = __fdividef(1.0f, all.total);

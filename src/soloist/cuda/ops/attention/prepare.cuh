@@ -27,7 +27,6 @@ __device__ __forceinline__ u32 q_offset(u32 row, u32 d) {
     return ((row / 16 * (M::kHeadDim / 32) + d / 32) * 2 + multiply) * 512 + lane * 16 + word * 4 + number * 2;
   }
 }
-constexpr u32 kNoRow = ~0u;
 
 // One head vector [D] of a query, in pairs (d, d + D/2): norm, rope, rounding. Executed by a warp.
 template <class L>
@@ -56,19 +55,6 @@ struct HeadVector {
       for (u32 j = 0; j < kPairs; ++j) x[j] = place(lane, j) < kHalf ? load_exchanged(half + place(lane, j)) : 0.0f;
     }
   }
-  // Rounded, to where `offset(p)` says the number of pair p is, in bytes.
-  template <class Offset>
-  static __device__ __forceinline__ void store(u8* to, const float (&x)[kPairs], u32 lane, const Offset& offset) {
-    if constexpr (kNeighbours && M::kCodeBits == 16) {
-#pragma unroll
-      for (u32 j = 0; j < kPairs; j += 2) *reinterpret_cast<u32*>(to + offset(place(lane, j))) = pack_pair(x[j], x[j + 1]);
-    } else {
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j)
-        if (place(lane, j) < kHalf) *reinterpret_cast<u16*>(to + offset(place(lane, j))) = to_half(x[j]);
-    }
-  }
-
   // Of a vector [D] that nobody changes.
   static __device__ __forceinline__ void load_two(float (&low)[kPairs], float (&high)[kPairs], const float* of, u32 lane) {
 #pragma unroll
@@ -109,21 +95,64 @@ struct HeadVector {
       x[j] = low[j] * cs.x - high[j] * cs.y, y[j] = high[j] * cs.x + low[j] * cs.y;
     }
   }
-  // `turns` is null where nothing is rotated; a query has a row, a key lies as it comes.
-  __device__ __forceinline__ void finish(float (&low)[kPairs], float (&high)[kPairs], u8* to, u32 row, bool is_key,
-                                         const float2* turns, u32 lane, bool stores) const {
-    float x[kPairs], y[kPairs];
-    const auto norm = [&](u32 j) {
-      return make_float2(is_key ? low_norm[1][j] : low_norm[0][j], is_key ? high_norm[1][j] : high_norm[0][j]);
-    };
-    const auto turn = [&](u32 j) { return turns ? turns[min(place(lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f); };
-    turned(low, high, norm, turn, x, y);
-    if (!stores) return;
-    const auto offset = [&](u32 d) { return row == kNoRow ? d * 2 : q_offset<M>(row, d); };
-    store(to, x, lane, offset);
-    store(to, y, lane, [&](u32 p) { return offset(p + kHalf); });
+};
+
+// Where the numbers of a vector [D] go in shared memory: addresses of a lane's pairs.
+template <class L>
+struct PairPlaces {
+  using V = HeadVector<L>;
+  // Neighbours of 16 bits go together.
+  static constexpr u32 kTogether = V::kNeighbours && V::M::kCodeBits == 16 ? 2 : 1, kPlaces = V::kPairs / kTogether;
+  u32 low[kPlaces], high[kPlaces];
+
+  // `of(d)`: where the vector's number d goes.
+  template <class Of>
+  __device__ __forceinline__ void find(u32 lane, const Of& of) {
+#pragma unroll
+    for (u32 j = 0; j < kPlaces; ++j) {
+      const u32 p = min(V::place(lane, j * kTogether), V::kHalf - 1);
+      low[j] = of(p), high[j] = of(p + V::kHalf);
+      at_hand(low[j]), at_hand(high[j]);
+    }
+  }
+  __device__ __forceinline__ void store(const float (&x)[V::kPairs], const float (&y)[V::kPairs], u32 lane) const {
+#pragma unroll
+    for (u32 j = 0; j < kPlaces; ++j) {
+      if constexpr (kTogether == 2) {
+        store_shared1(low[j], pack_pair(x[2 * j], x[2 * j + 1]));
+        store_shared1(high[j], pack_pair(y[2 * j], y[2 * j + 1]));
+      } else if (V::place(lane, j) < V::kHalf) {
+        store_shared_half(low[j], to_half(x[j])), store_shared_half(high[j], to_half(y[j]));
+      }
+    }
   }
 };
+
+// Until raw vectors [D] have come: of a lane's pairs the low and the high numbers. `from(v)`: where the v-th lies, null if it is not asked
+// for. The trip to the L2 is long, so that all are asked for together.
+template <class L, u32 kVectors, class From>
+__device__ __forceinline__ void await_vectors(float (&low)[kVectors][HeadVector<L>::kPairs], float (&high)[kVectors][HeadVector<L>::kPairs],
+                                              const From& from, u32 lane) {
+  using V = HeadVector<L>;
+#pragma unroll 1
+  for (;;) {
+    bool ready = true;
+#pragma unroll
+    for (u32 v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (u32 j = 0; j < V::kPairs; ++j) low[v][j] = high[v][j] = 0.0f;
+      const float* raw = from(v);
+      if (!raw) continue;
+      V::load(low[v], raw, lane);
+      V::load(high[v], raw + V::kHalf, lane);
+    }
+#pragma unroll
+    for (u32 v = 0; v < kVectors; ++v)
+#pragma unroll
+      for (u32 j = 0; j < V::kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
+    if (__all_sync(~0u, ready)) return;
+  }
+}
 
 // The place of the n-th bit.
 __device__ __forceinline__ u32 nth_bit(u32 bits, u32 n, u32 lane) {
@@ -137,7 +166,8 @@ template <u32 kAtOnce, class L, class FactorsKnown, class M>
 __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const HeadVector<L>& vector, u32 layer, u32 head,
                                                 u32 attending, u32 needed, u32 first, u32 vectors, bool has_value,
                                                 const FactorsKnown& factors_known) {
-  constexpr u32 kPairs = HeadVector<L>::kPairs, kHalf = HeadVector<L>::kHalf;
+  using V = HeadVector<L>;
+  constexpr u32 kPairs = V::kPairs, kHalf = V::kHalf;
   const Shared<M> shared = cx.shared.anew();
   const u32 q_vectors = vectors - __popc(needed);
   const float* source = projected<L>(cx, cx.layers_done, 0) + head * kHeadRows<M>;
@@ -157,59 +187,54 @@ __device__ __forceinline__ void prepare_vectors(const Context<M>& cx, const Head
   if constexpr (L::kQkvBias) {
 #pragma unroll
     for (u32 v = 0; v <= kAtOnce; ++v)
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) {
-        const float* bias = cx.vectors(L::vectors(layer)) + L::kVecQkvBias + head * kHeadRows<M> + member[v] * M::kHeadDim;
-        const u32 p = min(vector.place(cx.lane, j), kHalf - 1);
-        low_bias[v][j] = __ldg(bias + p);
-        high_bias[v][j] = __ldg(bias + kHalf + p);
-      }
+      V::load_two(low_bias[v], high_bias[v], cx.vectors(L::vectors(layer)) + L::kVecQkvBias + head * kHeadRows<M> + member[v] * M::kHeadDim, cx.lane);
   }
-#pragma unroll 1
-  for (;;) {
-    bool ready = true;
-#pragma unroll
-    for (u32 v = 0; v <= kAtOnce; ++v) {
-      const float* raw = source + query[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) low[v][j] = high[v][j] = 0.0f;
-      if (v == kAtOnce && !has_value) continue;
-      vector.load(low[v], raw, cx.lane);
-      vector.load(high[v], raw + kHalf, cx.lane);
-    }
-#pragma unroll
-    for (u32 v = 0; v <= kAtOnce; ++v)
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
-    if (__all_sync(~0u, ready)) break;
-  }
+  // Whatever does not depend on q, k and v is at hand before they come.
   factors_known();
+  float factor[kAtOnce + 1];
+  float2 turns[kAtOnce][kPairs];
+  PairPlaces<L> places[kAtOnce + 1];
+  const u32 q_rows = shared_address(shared.q_rows()), fresh = shared_address(shared.new_kv());
 #pragma unroll
   for (u32 v = 0; v <= kAtOnce; ++v) {
-    const float factor = shared.control().factor[query[v]];
+    factor[v] = shared.control().factor[query[v]];
+    at_hand(factor[v]);
+    const bool is_q = v < kAtOnce && member[v] < M::kGroup;
+    const u32 row = query[v] * M::kQueryRows + member[v], kv = fresh + (query[v] * 2 + v / kAtOnce) * (2 * M::kHeadDim);
+    places[v].find(cx.lane, [&](u32 d) { return is_q ? q_rows + q_offset<M>(row, d) : kv + 2 * d; });
+    if (v == kAtOnce) continue;
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
-      low[v][j] *= factor;
-      high[v][j] *= factor;
+      turns[v][j] = M::kRotated[layer] ? shared.rope()[query[v] * kHalf + min(V::place(cx.lane, j), kHalf - 1)] : make_float2(1.0f, 0.0f);
+      at_hand(turns[v][j].x), at_hand(turns[v][j].y);
+    }
+  }
+  await_vectors<L>(low, high, [&](u32 v) {
+    return v == kAtOnce && !has_value ? nullptr : source + query[v] * (L::Qkv::kUnits * 8) + member[v] * M::kHeadDim;
+  }, cx.lane);
+#pragma unroll
+  for (u32 v = 0; v <= kAtOnce; ++v) {
+#pragma unroll
+    for (u32 j = 0; j < kPairs; ++j) {
+      low[v][j] *= factor[v];
+      high[v][j] *= factor[v];
       if constexpr (L::kQkvBias) {
         low[v][j] += low_bias[v][j];
         high[v][j] += high_bias[v][j];
       }
     }
   }
-  u8* fresh = shared.new_kv();
 #pragma unroll
   for (u32 v = 0; v < kAtOnce; ++v) {
-    const u32 c = query[v], m = member[v];
-    vector.finish(low[v], high[v], m < M::kGroup ? shared.q_rows() : fresh + c * (4 * M::kHeadDim),
-                  m < M::kGroup ? c * M::kQueryRows + m : kNoRow, m == M::kGroup,
-                  M::kRotated[layer] ? shared.rope() + c * (M::kHeadDim / 2) : nullptr, cx.lane,
-                  first + v * kConsumerWarps < vectors);
+    float x[kPairs], y[kPairs];
+    const bool is_key = member[v] == M::kGroup;
+    const auto norm = [&](u32 j) {
+      return make_float2(is_key ? vector.low_norm[1][j] : vector.low_norm[0][j], is_key ? vector.high_norm[1][j] : vector.high_norm[0][j]);
+    };
+    V::turned(low[v], high[v], norm, [&](u32 j) { return turns[v][j]; }, x, y);
+    if (first + v * kConsumerWarps < vectors) places[v].store(x, y, cx.lane);
   }
-  if (!has_value) return;
-  u8* value = fresh + (query[kAtOnce] * 2 + 1) * (2 * M::kHeadDim);
-  vector.store(value, low[kAtOnce], cx.lane, [](u32 p) { return 2 * p; });
-  vector.store(value, high[kAtOnce], cx.lane, [](u32 p) { return 2 * (p + kHalf); });
+  if (has_value) places[kAtOnce].store(low[kAtOnce], high[kAtOnce], cx.lane);
 }
 // Keys and values of queries `fresh` are rounded once, for all who append them: a head to each warp.
 template <class M>
@@ -220,7 +245,7 @@ __device__ __forceinline__ void round_fresh(const Context<M>& cx, u32 fresh) {
     if (fresh >> head / 2 & 1) round_in_place<M>(numbers + head * M::kHeadDim, cx.lane);
 }
 template <class L, class M>
-__device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const QueryGroups<M>& groups) {
+__device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u32 head, const OwnQueries& queries) {
   static_assert(kMaxQueries <= kConsumerWarps, "a value to each warp");
   constexpr u32 kAtOnce = M::kWideQueries ? 4 : 2;
   // All of one query are asked for together.
@@ -239,17 +264,16 @@ __device__ __forceinline__ void prepare_heads(const Context<M>& cx, u32 layer, u
       prepare_vectors<kOfOneQuery>(cx, vector, layer, head, 1, 1, first, M::kGroup + 1, has_value, factors_known);
     }
   } else {
-    const u32 attending = groups.attending(cx.lane), needed = groups.needed(cx.lane);
-    const u32 vectors = __popc(attending) * M::kGroup + __popc(needed);
+    const u32 vectors = __popc(queries.attending) * M::kGroup + __popc(queries.needed);
 #pragma unroll 1
     for (u32 first = cx.warp; first < vectors || first == cx.warp; first += kAtOnce * kConsumerWarps)
-      prepare_vectors<kAtOnce>(cx, vector, layer, head, attending, needed, first, vectors,
-                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(needed), factors_known);
+      prepare_vectors<kAtOnce>(cx, vector, layer, head, queries.attending, queries.needed, first, vectors,
+                               first == cx.warp && kConsumerWarps - 1 - cx.warp < __popc(queries.needed), factors_known);
   }
   factors_known();
   cx.sync();
   if constexpr (kHasCodes<M>) {
-    round_fresh(cx, cx.queries == 1 ? 1 : groups.needed(cx.lane));
+    round_fresh(cx, cx.queries == 1 ? 1 : queries.needed);
     cx.sync();
   }
 }

@@ -9,29 +9,6 @@ struct FreshPlace {
   u32 half_page = 0, row = 0;
 };
 
-// A number of a vector for each of a lane's pairs.
-template <class L>
-struct PairPlaces {
-  using V = HeadVector<L>;
-  u32 low[V::kPairs], high[V::kPairs];  // addresses in shared memory
-
-  // `of(d)`: where the vector's number d goes.
-  template <class Of>
-  __device__ __forceinline__ void find(u32 lane, const Of& of) {
-#pragma unroll
-    for (u32 j = 0; j < V::kPairs; ++j) {
-      const u32 p = min(V::place(lane, j), V::kHalf - 1);
-      low[j] = of(p), high[j] = of(p + V::kHalf);
-      at_hand(low[j]), at_hand(high[j]);
-    }
-  }
-  __device__ __forceinline__ void store(const float (&x)[V::kPairs], const float (&y)[V::kPairs], u32 lane) const {
-#pragma unroll
-    for (u32 j = 0; j < V::kPairs; ++j)
-      if (V::place(lane, j) < V::kHalf) store_shared_half(low[j], to_half(x[j])), store_shared_half(high[j], to_half(y[j]));
-  }
-};
-
 // By a warp with `kOwn` of the query's heads and its key; the last one may have its value, too.
 template <u32 kOwn, bool kMayHaveValue, class L, class M>
 __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32 head, const FreshPlace& fresh) {
@@ -74,23 +51,7 @@ __device__ __forceinline__ void prepare_own(const Context<M>& cx, u32 layer, u32
   }
 
   float low[kVectors][kPairs], high[kVectors][kPairs];
-#pragma unroll 1
-  for (;;) {
-    bool ready = true;
-#pragma unroll
-    for (u32 v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) low[v][j] = high[v][j] = 0.0f;
-      if (v == kOwn && !has_value) continue;
-      V::load(low[v], source + member(v) * M::kHeadDim, cx.lane);
-      V::load(high[v], source + member(v) * M::kHeadDim + kHalf, cx.lane);
-    }
-#pragma unroll
-    for (u32 v = 0; v < kVectors; ++v)
-#pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) ready = ready && is_present(low[v][j]) && is_present(high[v][j]);
-    if (__all_sync(~0u, ready)) break;
-  }
+  await_vectors<L>(low, high, [&](u32 v) { return v == kOwn && !has_value ? nullptr : source + member(v) * M::kHeadDim; }, cx.lane);
 #pragma unroll
   for (u32 v = 0; v < kVectors; ++v)
 #pragma unroll

@@ -43,12 +43,19 @@ struct QueryGroup {
 __device__ __forceinline__ u32 highest(u32 bits) { return 31 - __clz(bits); }
 __device__ __forceinline__ u32 up_to(u32 bit) { return (2u << bit) - 1; }
 
+// Query tokens that a block has to do with: those that it attends for; those whose new keys and values it needs, all of a sequence before
+// the end of an own group; and those whose new keys and values it stores.
+struct OwnQueries {
+  u32 attending, needed, stored;
+};
+
 // The groups of a layer and those whose cache the block has a split of: bits of their first queries. Executed by
 // whole warps; what has no set of bits, lane c knows of query c.
 template <class M>
 struct QueryGroups {
   u32 begins, own, sequences;
   u32 queries, split_bits, split;
+  bool alone = false;  // all queries are of one sequence, whose cache is one split, and each is a group
 
   __device__ __forceinline__ QueryGroups(const Control& c, u32 layer, u32 place, u32 queries, u32 lane)
       : queries(queries) {
@@ -63,6 +70,15 @@ struct QueryGroups {
     const u32 mine = min(lane, queries - 1), all = (1u << queries) - 1;
     const i32 sequence = c.sequence[mine];
     split_bits = split_bits_of<M>(layer, c.position[mine]);
+    const u32 turn = place - layer / M::kRotationLayers;
+    // What follows comes to this as well, and takes longer. Beside experts registers would spill.
+    alone = M::kMostSlots == 0 && __all_sync(~0u, queries <= M::kSplits && sequence == c.sequence[0] && split_bits == 0);
+    if (alone) {
+      begins = all, sequences = 1;
+      split = 0;
+      own = turn % M::kSplits < queries ? 1u << turn % M::kSplits : 0;
+      return;
+    }
     const i32 sequence_before = __shfl_up_sync(~0u, sequence, 1);
     const u32 bits_before = __shfl_up_sync(~0u, split_bits, 1);
     const bool first = lane == 0 || sequence != sequence_before;
@@ -81,31 +97,25 @@ struct QueryGroups {
     }
     before -= begin ? 1u << split_bits : 0;
     // Whose turn it is moves on with the layers, so that all blocks have as much to do.
-    split = (place - before - layer / M::kRotationLayers) % M::kSplits;
+    split = (turn - before) % M::kSplits;
     own = __ballot_sync(~0u, begin && split >> split_bits == 0);
   }
   __device__ __forceinline__ QueryGroup at(const Control& c, u32 begin) const {
+    if (alone) return QueryGroup{begin, begin + 1, 0, 0, 0, c.sequence[0], c.position[0], c.position[begin], c.position[begin]};
     const u32 later = begins & ~up_to(begin), end = later ? __ffs(later) - 1 : queries;
     const u32 fresh = highest(sequences & up_to(begin));
     return QueryGroup{begin, end, fresh, __shfl_sync(~0u, split_bits, begin), __shfl_sync(~0u, split, begin),
                        c.sequence[begin], c.position[fresh], c.position[begin], c.position[end - 1]};
   }
-  // Query tokens that the block attends for.
-  __device__ __forceinline__ u32 attending(u32 lane) const {
-    return __ballot_sync(~0u, lane < queries && (own >> highest(begins & up_to(lane)) & 1));
-  }
-  // Queries whose new keys and values it needs: all of a sequence before the end of an own group.
-  __device__ __forceinline__ u32 needed(u32 lane) const {
+  __device__ __forceinline__ OwnQueries own_queries(const Control& c, u32 lane) const {
+    if (queries == 1 && split_bits == 0) return {1, 1, 1};
+    if (alone) return {own, 2 * own - 1, own};
+    const u32 mine = min(lane, queries - 1), begin = highest(begins & up_to(mine)), chunk = c.position[mine] / (kChunkPages * kPagePositions);
+    const bool is_query = lane < queries, is_own = is_query && (own >> begin & 1);
     const u32 later = sequences & ~up_to(lane), end = later ? __ffs(later) - 1 : queries;
-    const u32 from = lane < queries ? highest(begins & up_to(lane)) : 0;
-    return __ballot_sync(~0u, lane < queries && (own >> from & ((1u << (end - from)) - 1)) != 0);
-  }
-  // Queries whose new keys and values it stores.
-  __device__ __forceinline__ u32 stored(const Control& c, u32 lane) const {
-    if (queries == 1 && split_bits == 0) return 1;
-    const u32 mine = min(lane, queries - 1), begin = highest(begins & up_to(mine));
-    const u32 serving = __shfl_sync(~0u, split, begin), chunk = c.position[mine] / (kChunkPages * kPagePositions);
-    return __ballot_sync(~0u, lane < queries && (own >> begin & 1) && (chunk & ((1u << split_bits) - 1)) == serving);
+    const bool serves = (chunk & ((1u << split_bits) - 1)) == __shfl_sync(~0u, split, begin);
+    return {__ballot_sync(~0u, is_own), __ballot_sync(~0u, is_query && (own >> begin & ((1u << (end - begin)) - 1)) != 0),
+            __ballot_sync(~0u, is_own && serves)};
   }
 };
 
