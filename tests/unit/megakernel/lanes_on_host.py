@@ -78,6 +78,7 @@ void load_exchanged_if(bool loads, const u8* from, uint4& a, uint4& b, uint4& c,
   std::memcpy(&c, from + kThird, 16), std::memcpy(&d, from + kFourth, 16);
 }
 template <class T> T __ldg(const T* p) { return *p; }
+template <class T> void at_hand(T&) {}
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }

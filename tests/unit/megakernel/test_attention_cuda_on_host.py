@@ -70,7 +70,6 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __fdividef(float a, float b) { return a / b; }
 inline u32 shared_address(const void* p) { return static_cast<const u8*>(p) - shared; }
 inline void fence_async_proxy_shared() {}
-template <class T> void at_hand(T&) {}
 inline void store_shared_half(u32 at, u16 x) { std::memcpy(shared + at, &x, 2); }
 
 // What nobody published yet: whoever reads it is told on by `missed`.
