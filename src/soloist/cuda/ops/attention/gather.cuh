@@ -92,7 +92,7 @@ struct LaneMerge {
         }
       // All warps write the same.
       if (kGatheredQueries<M> > 1 && cx.lane < queries) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
-      newest = Gathered::of(first, g);
+      if (queries > 0) newest = Gathered::of(first, g);  // of an empty split there is none
       count += queries;
       first += queries;
       if (count == kGatheredQueries<M> || (last && first == g.end)) merge<false>(cx, head);
