@@ -92,7 +92,7 @@ struct LaneMerge {
         }
       // All warps write the same.
       if (kGatheredQueries<M> > 1 && cx.lane < queries) gathered()[count + cx.lane] = Gathered::of(first + cx.lane, g);
-      if (queries > 0) newest = Gathered::of(first, g);  // of an empty split there is none
+      newest = Gathered::of(first, g);
       count += queries;
       first += queries;
       if (count == kGatheredQueries<M> || (last && first == g.end)) merge<false>(cx, head);
@@ -159,7 +159,7 @@ struct LaneMerge {
     };
     const auto publish = [&](u32 i, const Merged& all) {
       const u32 row = i / (M::kHeadDim / 2), d = i % (M::kHeadDim / 2) * 2;
-      const Gathered of = kGatheredQueries<M> > 1 && count > 1 ? gathered()[row / M::kGroup] : newest;
+      const Gathered of = kGatheredQueries<M> > 1 ? gathered()[row / M::kGroup] : newest;
       const u32 query_head = head * M::kGroup + row % M::kGroup;
       if (kTogether || of.is_unsplit()) {
         const float scale = __fdividef(1.0f, all.total);

@@ -73,14 +73,15 @@ struct HeadVector {
     }
   }
   // Norm and rope; of the lane's j-th pair `norm(j)` has the low and the high weight, `turn(j)` cosine and sine. No branches, so that several
-  // vectors overlap.
+  // vectors overlap. Each operation is spelled out: of a sum of two products the compiler rounds the one or the other, as it likes, and
+  // builds would differ in their bits.
   template <class Norm, class Turn>
   static __device__ __forceinline__ void turned(float (&low)[kPairs], float (&high)[kPairs], const Norm& norm, const Turn& turn,
                                                 float (&x)[kPairs], float (&y)[kPairs]) {
     if constexpr (L::kQkNorm) {
       float squares = 0.0f;
 #pragma unroll
-      for (u32 j = 0; j < kPairs; ++j) squares += low[j] * low[j] + high[j] * high[j];
+      for (u32 j = 0; j < kPairs; ++j) squares = __fadd_rn(squares, __fmaf_rn(low[j], low[j], __fmul_rn(high[j], high[j])));
       const float scale = rsqrtf(warp_sum(squares) * (1.0f / M::kHeadDim) + M::kEpsilon);
 #pragma unroll
       for (u32 j = 0; j < kPairs; ++j) {
@@ -92,7 +93,7 @@ struct HeadVector {
 #pragma unroll
     for (u32 j = 0; j < kPairs; ++j) {
       const float2 cs = turn(j);
-      x[j] = low[j] * cs.x - high[j] * cs.y, y[j] = high[j] * cs.x + low[j] * cs.y;
+      x[j] = __fmaf_rn(low[j], cs.x, -__fmul_rn(high[j], cs.y)), y[j] = __fmaf_rn(high[j], cs.x, __fmul_rn(low[j], cs.y));
     }
   }
 };
