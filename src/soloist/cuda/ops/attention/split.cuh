@@ -55,7 +55,7 @@ template <class M>
 struct QueryGroups {
   u32 begins, own, sequences;
   u32 queries, split_bits, split;
-  bool alone = false;  // all queries are of one sequence, whose cache is one split, and each is a group
+  bool all_unsplit = false;  // all queries are of one sequence, whose cache is one split, and each is a group
 
   __device__ __forceinline__ QueryGroups(const Control& c, u32 layer, u32 place, u32 queries, u32 lane)
       : queries(queries) {
@@ -72,8 +72,8 @@ struct QueryGroups {
     split_bits = split_bits_of<M>(layer, c.position[mine]);
     const u32 turn = place - layer / M::kRotationLayers;
     // What follows comes to this as well, and takes longer. Beside experts registers would spill.
-    alone = M::kMostSlots == 0 && __all_sync(~0u, queries <= M::kSplits && sequence == c.sequence[0] && split_bits == 0);
-    if (alone) {
+    all_unsplit = M::kMostSlots == 0 && __all_sync(~0u, queries <= M::kSplits && sequence == c.sequence[0] && split_bits == 0);
+    if (all_unsplit) {
       begins = all, sequences = 1;
       split = 0;
       own = turn % M::kSplits < queries ? 1u << turn % M::kSplits : 0;
@@ -101,7 +101,7 @@ struct QueryGroups {
     own = __ballot_sync(~0u, begin && split >> split_bits == 0);
   }
   __device__ __forceinline__ QueryGroup at(const Control& c, u32 begin) const {
-    if (alone) return QueryGroup{begin, begin + 1, 0, 0, 0, c.sequence[0], c.position[0], c.position[begin], c.position[begin]};
+    if (all_unsplit) return QueryGroup{begin, begin + 1, 0, 0, 0, c.sequence[0], c.position[0], c.position[begin], c.position[begin]};
     const u32 later = begins & ~up_to(begin), end = later ? __ffs(later) - 1 : queries;
     const u32 fresh = highest(sequences & up_to(begin));
     return QueryGroup{begin, end, fresh, __shfl_sync(~0u, split_bits, begin), __shfl_sync(~0u, split, begin),
@@ -109,7 +109,7 @@ struct QueryGroups {
   }
   __device__ __forceinline__ OwnQueries own_queries(const Control& c, u32 lane) const {
     if (queries == 1 && split_bits == 0) return {1, 1, 1};
-    if (alone) return {own, 2 * own - 1, own};
+    if (all_unsplit) return {own, 2 * own - 1, own};
     const u32 mine = min(lane, queries - 1), begin = highest(begins & up_to(mine)), chunk = c.position[mine] / (kChunkPages * kPagePositions);
     const bool is_query = lane < queries, is_own = is_query && (own >> begin & 1);
     const u32 later = sequences & ~up_to(lane), end = later ? __ffs(later) - 1 : queries;
