@@ -427,6 +427,7 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                     _decode("qwen3-30b-a3b", f"{_SAMPLED}{weights}")
                     for weights in ("", " --weights fp8", " --weights int4")
                 ),
+                _decode("qwen3-30b-a3b-fp8", _SAMPLED),  # in blocks, as its files are
                 _decode("qwen3-30b-a3b", f"{_SAMPLED} --columns 8"),
                 _decode("qwen3-30b-a3b", f"{_SAMPLED} --context 32000"),
                 _prefill("qwen3-30b-a3b", "--prompt-tokens 128 --prompt-tokens 2048 --prefix cold"),
