@@ -575,6 +575,10 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
         f"python benchmarks/vllm_decode.py {asked}"
         for asked in (*_SHAPES, *(f"{_SHAPES[-1]} --weights {w}" for w in ("fp8", "int4")))
     ),
+    "h200-rivals-experts.json": (
+        "python benchmarks/vllm_decode.py qwen3-30b-a3b --temperature 1",
+        "python benchmarks/vllm_decode.py qwen3-30b-a3b-fp8 --weights fp8-block --temperature 1",
+    ),
     # The prompts of `_KEPT`; one engine reads all of a shape.
     "h200-rivals-kept-prompts.json": (
         "python benchmarks/vllm_decode.py llama-3.1-8b --prompt-tokens 32000 100000 "

@@ -104,15 +104,21 @@ def _request(row: Row) -> bool:
     return bool(row["columns"] == 1 and row["prompt_tokens"] == 128)
 
 
+def _rivals() -> list[Any]:
+    files = "h200-rivals.json", "h200-rivals-experts.json"
+    return [row for file in files for row in rows_of(file, "rival")]
+
+
 def h200_rivals() -> str:
     """Requests of known shapes beside another engine's best run on the same kind of card."""
     ours = {
         (r["shape"], _stored(r)): r
-        for r in (*rows_of("h200.json"), *rows_of("h200-quantized.json"))
+        for file in ("h200.json", "h200-quantized.json", "h200-experts.json")
+        for r in rows_of(file)
         if _request(r) and r["start_position"] == 128
     }
     cells = []
-    for rival in rows_of("h200-rivals.json", "rival"):
+    for rival in _rivals():
         if rival["prompt_tokens"] != 128:
             continue
         best = rival["decode_tokens_per_s"]["max"]
@@ -143,7 +149,7 @@ def rivals() -> str:
             f"{r['engine']} {r['version']}", r["shape"], r["weights"], f"{r['prompt_tokens']:,}",
             f"{r['ttft_ms']['median']:.1f}", *_speed(r, 0),
         )
-        for r in rows_of("h200-rivals.json", "rival")
+        for r in _rivals()
     ]  # fmt: skip
     headings = ("engine", "shape", "weights", "prompt tokens", "TTFT ms", "decode tokens/s")
     return table((*headings, "min – max"), cells, 3)

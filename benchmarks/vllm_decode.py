@@ -2,8 +2,8 @@
 
 Runs what `vllm serve` runs, without HTTP and tokenizer: its asynchronous engine in a process of
 its own, with a server's defaults (compiled, CUDA graphs, chunked prefill). Weights are random, and
-the request is greedy. Speeds count as in `soloist bench decode`: from the first token to the last.
-Prints lines of JSON for `rivals.py`.
+the request is greedy, or sampled with `--temperature`. Speeds count as in `soloist bench decode`:
+from the first token to the last. Prints lines of JSON for `rivals.py`.
 
 Without `--keep` prefix caching is off, and each run's prompt is new. With it caching is on: the
 first tokens of some prompts came before, and what follows them is another text in every run, as in
@@ -44,6 +44,10 @@ _INT4 = {
 WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-block": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
     "int4": {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
         "quantization_status": "compressed", "ignore": ["lm_head"],
@@ -112,9 +116,15 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--temperature", type=float, default=0.0,
+        help="above 0 answers are sampled, so that a mixture's experts vary",
+    )  # fmt: skip
     asked = parser.parse_args(given)
     if min(asked.runs, asked.new_tokens) < 1:
         parser.error("--runs and --new-tokens are at least 1")
+    if not 0 <= asked.temperature < float("inf"):
+        parser.error(f"--temperature {asked.temperature}: wanted 0 or more")
     asked.prompts = [*map(Prompt, asked.prompt_tokens), *asked.keep] or [Prompt(128), Prompt(2048)]
     return asked
 
@@ -141,11 +151,11 @@ async def measure(asked: argparse.Namespace) -> None:
         engine = load(config, context, caches=bool(asked.keep))
         for prompt in asked.prompts:
             for ids in texts(prompt, opening, vocab_size, runs=0):
-                await answer(engine, ids, asked.new_tokens)
+                await answer(engine, ids, asked.new_tokens, asked.temperature)
     with alone(fcntl.LOCK_EX):
         for prompt in asked.prompts:
             runs = [
-                await answer(engine, ids, asked.new_tokens)
+                await answer(engine, ids, asked.new_tokens, asked.temperature)
                 for ids in texts(prompt, opening, vocab_size, asked.runs)
             ][-asked.runs :]
             row = {
@@ -158,7 +168,7 @@ async def measure(asked: argparse.Namespace) -> None:
                 "kept_tokens": min(run.cached for run in runs),
                 "new_tokens": asked.new_tokens,
                 **figures(runs, asked.new_tokens),
-                "conditions": conditions(caches=bool(asked.keep)),
+                "conditions": conditions(asked.temperature, caches=bool(asked.keep)),
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
                 "command": shlex.join(["python", "benchmarks/vllm_decode.py", *sys.argv[1:]]),
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -208,11 +218,12 @@ def kv_bytes(config: Mapping[str, Any], context: int) -> int:
     return max(KV_BYTES, 2 * context * config["num_hidden_layers"] * a_layer)
 
 
-def conditions(*, caches: bool) -> str:
+def conditions(temperature: float, *, caches: bool) -> str:
     """The engine's settings in words."""
+    choice = f"temperature {temperature:g}" if temperature else "greedy"
     return (
         f"AsyncLLM with the defaults of vllm serve, prefix caching {'on' if caches else 'off'}, "
-        "random weights, greedy, no speculation"
+        f"random weights, {choice}, no speculation"
     )
 
 
@@ -246,13 +257,13 @@ def figures(runs: Sequence[Run], new_tokens: int) -> dict[str, list[float] | Non
     }
 
 
-async def answer(engine: "AsyncLLM", ids: list[int], new_tokens: int) -> Run:
+async def answer(engine: "AsyncLLM", ids: list[int], new_tokens: int, temperature: float) -> Run:
     """One request for an answer of so many tokens."""
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False,
+        temperature=temperature, max_tokens=new_tokens, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
     cached = 0

@@ -116,7 +116,7 @@ def test_a_rival_is_asked_for_new_prompts_and_for_prompts_it_kept(monkeypatch, c
     asked = parsed(["m", "--prompt-tokens", "9", "--keep", "20:16", "20:8"])
     assert asked.prompts == [prompt(9), prompt(20, 16), prompt(20, 8)]
     assert parsed(["m", "--keep", "20:16"]).prompts == [prompt(20, 16)]
-    for bad in (["--keep", "16:16"], ["--keep", "16"], ["--runs", "0"]):
+    for bad in (["--keep", "16:16"], ["--keep", "16"], ["--runs", "0"], ["--temperature", "-1"]):
         with pytest.raises(SystemExit):
             parsed(["m", *bad])
         assert bad[0] in capsys.readouterr().err
@@ -153,8 +153,10 @@ def test_a_rival_states_what_it_measured(monkeypatch):
     assert told == {"ttft_ms": [500.0], "decode_tokens_per_s": [pytest.approx(10)]}
     first_only = vllm_decode.figures([vllm_decode.Run([1.0, 1.5], 0)], 1)
     assert first_only == {"ttft_ms": [500.0], "decode_tokens_per_s": None}
-    assert "prefix caching off" in vllm_decode.conditions(caches=False)
-    assert "prefix caching on" in vllm_decode.conditions(caches=True)
+    assert "prefix caching off" in vllm_decode.conditions(0.0, caches=False)
+    assert "prefix caching on" in vllm_decode.conditions(0.0, caches=True)
+    assert "greedy" in vllm_decode.conditions(0.0, caches=False)
+    assert "temperature 0.7" in vllm_decode.conditions(0.7, caches=False)
 
 
 def test_recorded_rows_have_the_fields_that_are_described():

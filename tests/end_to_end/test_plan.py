@@ -125,7 +125,7 @@ def test_a_mixture_of_experts(soloist, tmp_path):
     for words in (
         "30.5 B parameters (3.35 B for a token)",
         "its own 8 of 128 experts",
-        "with experts, in µs a layer, in which all but experts streams: 13.6 on 1",
+        "with experts, in µs a layer, in which all but experts streams: 12.8 on 1",
     ):
         assert words in done.out
     assert "reference only" not in done.out

@@ -634,7 +634,7 @@ class RivalRow:
         engine: name of the engine.
         version: version of the engine.
         shape: name of the model; its weights are random.
-        weights: how weights are stored: 'bf16', 'fp8' or 'int4'.
+        weights: how weights are stored: 'bf16', 'fp8', 'fp8-block' or 'int4'.
         device: name of the GPU.
         prompt_tokens, new_tokens: number of these tokens in each run.
         runs: timed runs after a warm-up.
