@@ -104,7 +104,7 @@ def _request(row: Row) -> bool:
     return bool(row["columns"] == 1 and row["prompt_tokens"] == 128)
 
 
-def _rivals() -> list[Any]:
+def _rival_rows() -> list[Any]:
     files = "h200-rivals.json", "h200-rivals-experts.json"
     return [row for file in files for row in rows_of(file, "rival")]
 
@@ -118,7 +118,7 @@ def h200_rivals() -> str:
         if _request(r) and r["start_position"] == 128
     }
     cells = []
-    for rival in _rivals():
+    for rival in _rival_rows():
         if rival["prompt_tokens"] != 128:
             continue
         best = rival["decode_tokens_per_s"]["max"]
@@ -149,7 +149,7 @@ def rivals() -> str:
             f"{r['engine']} {r['version']}", r["shape"], r["weights"], f"{r['prompt_tokens']:,}",
             f"{r['ttft_ms']['median']:.1f}", *_speed(r, 0),
         )
-        for r in _rivals()
+        for r in _rival_rows()
     ]  # fmt: skip
     headings = ("engine", "shape", "weights", "prompt tokens", "TTFT ms", "decode tokens/s")
     return table((*headings, "min – max"), cells, 3)

@@ -55,7 +55,7 @@ def test_recorded_speeds_with_experts_are_met_within_6_percent():
     """And what the module's text tells of their waiting is what was recorded."""
     model, chains_us = read_model(BENCHMARKS / "shapes/qwen3-30b-a3b.json"), {1: [], 2: []}
     by_name = {"bf16": SIXTEEN_BIT} | {p.name: p for p in PRECISIONS}
-    by_name["fp8-block"] = by_name["fp8"]  # a scale of 4 bytes to a block of 128 × 128 is no size
+    by_name["fp8-block"] = by_name["fp8"]  # whose scales are few bytes
     for gpus, file in ((1, "h200-experts.json"), (2, "2-h200-experts.json")):
         rows = json.loads((BENCHMARKS / "results" / file).read_text())
         for row in (r for r in rows if r["bench"] == "decode" and r["columns"] == 1):
