@@ -476,6 +476,18 @@ SUITES: Mapping[str, Mapping[str, File]] = {
                 ),
             )
         ),
+        # Twelve of 48 layers: the numbers of quantised files in 16 bits fit beside the files.
+        "h200-experts-accuracy.json": File(
+            tuple(
+                f"bench accuracy {model} --precision bf16 --against transformers --repeats 200"
+                for model in (
+                    "--shape benchmarks/shapes/qwen3-30b-a3b-12-layers.json",
+                    "--shape benchmarks/shapes/qwen3-30b-a3b-12-layers.json --weights fp8",
+                    _quantized("fp8-block", "qwen3-30b-a3b-12-layers"),
+                    _quantized("int4", "qwen3-30b-a3b-12-layers"),
+                )
+            )
+        ),
         # Of prompts with activations in 8 bits.
         "h200-prompt-accuracy.json": File(
             (

@@ -184,6 +184,11 @@ def h200_quantized_accuracy() -> str:
     return _accuracy("h200-quantized-accuracy.json")
 
 
+def h200_experts_accuracy() -> str:
+    """The same of a mixture, with fewer layers."""
+    return _accuracy("h200-experts-accuracy.json")
+
+
 def _accuracy(name: str) -> str:
     cells = [
         (
@@ -771,6 +776,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-tails": h200_tails,
     "etude-held-out": etude_held_out,
     "h200-quantized-accuracy": h200_quantized_accuracy,
+    "h200-experts-accuracy": h200_experts_accuracy,
     "h200-quantized-startup": h200_quantized_startup,
     "h200-one-copy-startup": h200_one_copy_startup,
     "h200-prompt-accuracy": h200_prompt_accuracy,

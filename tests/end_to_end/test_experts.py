@@ -179,3 +179,32 @@ def test_a_gpu_runs_fp32_on_the_reference_and_says_so(folder):
         if device == "cuda":
             assert "fp32 weights" in engine.report.refusal
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+def test_accuracy_beside_transformers(soloist, tmp_path, weights):
+    """On the weights as stored, transformers has the experts' numbers too."""
+    shape, file = tmp_path / "mixture.json", tmp_path / "rows.json"
+    shape.write_text(json.dumps(CONFIG))
+    rounding = () if weights == "bf16" else ("--weights", weights)
+    done = soloist(
+        "bench", "accuracy", "--shape", shape, "--positions", 100, "--device", "cpu",
+        "--precision", "bf16", "--against", "transformers", *rounding, "-o", file,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    ours, theirs = json.loads(file.read_text())
+    assert (ours["engine"], theirs["engine"]) == ("soloist, reference", "transformers forward")
+    for row in (ours, theirs):
+        assert row["shape"] == "mixture"
+        assert row["weights"] == weights
+        # One of 16 experts that is chosen otherwise costs more than all rounding.
+        assert 1e-7 < row["mean_kl"] < 0.02, "bf16 is near fp32, and not it"
+        assert row["top_1_agreement"] > 0.8
+
+
+def test_accuracy_refuses_a_tokenizer_of_another_vocabulary(soloist, tmp_path):
+    small = write_mixture(tmp_path / "small", vocab_size=512)
+    done = soloist("bench", "accuracy", small, "--positions", 50, "--device", "cpu")
+    assert done.status == 2, done.err
+    assert "outside the vocabulary (0 … 511)" in done.err
+    assert "the ids of this model's tokenizer" in done.err

@@ -31,7 +31,7 @@ from soloist.engine.config import (
 from soloist.engine.engine import device_name, devices
 from soloist.engine.kernel import KernelModel
 from soloist.engine.reference import ReferenceModel
-from soloist.errors import BitsDiffer, SettingError
+from soloist.errors import BadTokenId, BitsDiffer, SettingError
 from soloist.megakernel.launch import Query
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.ranks import Launcher
@@ -134,6 +134,7 @@ def measure(plan: Plan) -> list[rows.AccuracyRow]:
     Raises:
         SettingError: sizes that cannot be measured, or an unknown rival.
         UserError, DeviceError: as from loading the model.
+        BadTokenId: the tokenizer has ids that the model's vocabulary does not have.
         BitsDiffer: columns, launches or repeats changed a bit.
     """
     _check(plan)
@@ -282,6 +283,14 @@ def _token_ids(plan: Plan, engine: Engine) -> list[int]:
     count = plan.positions + 1
     if plan.shape is not None:
         return random_prompt(engine.config, count)
+    ids = _text_ids(plan, engine, count)
+    vocab_size = engine.config.vocab_size
+    if (outside := max(ids)) >= vocab_size:
+        raise BadTokenId("text", outside, vocab_size)
+    return ids
+
+
+def _text_ids(plan: Plan, engine: Engine, count: int) -> list[int]:
     if plan.text is None:
         return python_prompt(engine, count)
     ids = engine.tokenizer.encode(text_of(plan.text))
