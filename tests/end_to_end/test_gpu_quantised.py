@@ -206,6 +206,9 @@ def test_run_and_the_bench(soloist) -> None:
         ("laneformer-2b-as-llama", Codes.INT4, None),
         # Two groups of tiles of the head, for each of which activations are converted anew.
         ("laneformer-2b-as-llama", Codes.FP8, Codes.FP8),
+        # Neurons of many tiles, of which most are published within the last turn.
+        ("llama-3.1-8b-8-layers", Codes.INT4, None),
+        ("llama-3.1-8b-8-layers", Codes.INT8, None),
     ],
 )
 def test_bits_in_every_launch_and_for_all_columns(

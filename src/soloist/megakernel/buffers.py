@@ -1,6 +1,6 @@
 """The kernel's buffers: what blocks exchange in global memory, what a block has in shared. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -21,6 +21,8 @@ from soloist.megakernel.shape import ModelShape
 from soloist.megakernel.tile import HALF_TILE_ROWS, SLOT_BYTES, STEP_COLUMNS, TILE_ROWS
 
 _REDUCE_BYTES = 16 * 1024
+# Rows of each query that all warps add up at once, at least: a lane has one.
+_LEAST_REDUCED_ROWS = 32
 # 16-bit activations lie in chunks of so many columns of the matrix, one after the other.
 OPERAND_COLUMNS = 32
 # Of an activation that is converted: fp16, or two integers of 8 bits; see cuda/tile/one_query.cuh.
@@ -250,6 +252,7 @@ class SharedMemory:
         tiles_together: of experts' gate_up, that are added up side by side; 0 where none are.
         converted_steps: whose activations of one query have room in another form, for weights that
             are quantised.
+        shortens_reductions: of several queries, where that makes the ring longer.
     """
 
     shape: ModelShape
@@ -264,6 +267,7 @@ class SharedMemory:
     routes_early: bool = False
     tiles_together: int = 0
     converted_steps: int = CONVERTED_STEPS[0]
+    shortens_reductions: bool = False
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -275,13 +279,17 @@ class SharedMemory:
         least = self._with_reductions_in(self._least_reduce_bytes)
         if self.queries == 1 or all(op.matrix.format.is_plain for op in self.operations):
             return least
+        if self.shortens_reductions:
+            shortest = self._with_reductions_in(self._shortest_reduce_bytes)
+            if self._slots_beside(shortest) > self._slots_beside(least):
+                least = shortest
         left = (self.room - STATIC_SHARED_BYTES - end_of(least)) % self.slot_bytes
         # Static variables grow with it: there is a list of the queries whose softmaxes lie there.
         left -= ALIGNMENT
         largest = self.queries * max(map(_reduction_bytes, self.operations))
         wanted = largest - least["residual"].offset
         more = max(0, min(left, wanted)) // ALIGNMENT * ALIGNMENT
-        return self._with_reductions_in(self._least_reduce_bytes + more)
+        return self._with_reductions_in(least["reduce"].num_bytes + more)
 
     @property
     def _of_attention(self) -> dict[str, tuple[int, ...]]:
@@ -381,6 +389,12 @@ class SharedMemory:
         return max(2 * most, 2 * _sums_bytes(self.tiles_together), attended)
 
     @property
+    def _shortest_reduce_bytes(self) -> int:
+        """The same of several queries, with as few rows at once as there may be."""
+        rows = CONSUMER_WARPS * self.queries * _LEAST_REDUCED_ROWS * 4
+        return max(rows, self._attended_bytes, SAMPLE_SHARED_BYTES if self.samples else 0)
+
+    @property
     def _with_tiles_together(self) -> int:
         """Of experts' gate_up, and of what comes before or after it."""
         *layers, _ = self.operations
@@ -407,7 +421,10 @@ class SharedMemory:
     @cached_property
     def ring_slots(self) -> int:
         """Slots of the ring: all the shared memory that is left."""
-        used = end_of(self.buffers) + STATIC_SHARED_BYTES
+        return self._slots_beside(self.buffers)
+
+    def _slots_beside(self, buffers: Mapping[str, Buffer]) -> int:
+        used = end_of(buffers) + STATIC_SHARED_BYTES
         return max(0, self.room - used) // self.slot_bytes
 
     @property

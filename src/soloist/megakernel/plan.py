@@ -190,6 +190,7 @@ class Plan:
             self.shape, self.attention, self.operations, hidden_rows, self.gpu.shared_bytes,
             self.queries, self.samples, self._most_slots, self._gates_shared, self.routes_early,
             self._tiles_together,
+            shortens_reductions=self._shortens_reductions,
         )  # fmt: skip
         if not widest.converts or self.has_experts:
             return widest
@@ -197,6 +198,19 @@ class Plan:
         steps = (n for n in CONVERTED_STEPS if n >= least)
         return max(
             (replace(widest, converted_steps=n) for n in steps), key=lambda own: own.ring_slots
+        )
+
+    @property
+    def _shortens_reductions(self) -> bool:
+        """Reductions of several queries take as little room as they may, for a longer ring.
+
+        Of 4 bits, whose multiplies wait least for the memory. Those of 8 bits gain nothing.
+        """
+        formats = self._layer_formats
+        return (
+            self.gpu.architecture.tuning.several_short_reductions
+            and not self.has_experts
+            and all(f.value_bits == 4 and not f.super_block for f in formats)
         )
 
     @property

@@ -67,6 +67,8 @@ class Tuning:
             an MLP that all tokens take, where registers spill.
         several_release_late: the same with several queries, of integers without zeros; others spill
             registers.
+        several_short_reductions: with several queries of weights of 4 bits, warps add up their sums
+            in less room, in more parts, where the ring has a slot more then.
         early_slots: slots whose weights wait in registers while activations are on their way.
         unsplit_bytes: keys and values up to which one block serves a query of one KV head: it
             saves merging partial results, and they stream while the block waits for others anyway.
@@ -116,6 +118,7 @@ class Tuning:
     few_quantized_batch_slots: int = 2
     experts_release_late: bool = True
     several_release_late: bool = True
+    several_short_reductions: bool = True
     early_slots: int = 4
     unsplit_bytes: int = 192 * 1024
     ranks_split_positions: int = 128
@@ -139,6 +142,7 @@ NEWER = replace(
     few_quantized_batch_slots=1,
     experts_release_late=False,
     several_release_late=False,
+    several_short_reductions=False,
     coded_paired_dim=64,
     has_attention_blocks=False,
 )

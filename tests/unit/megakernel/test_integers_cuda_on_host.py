@@ -146,6 +146,16 @@ static const u8* activations;
 static u32 num_queries;
 static float* out;  // [warp][row][query]
 
+// Stores sums of the first tiles when they are said to be complete.
+template <class Store>
+struct First {
+  static constexpr u32 kTiles = kFirstTiles;
+  const Store& store;
+  void operator()() const {
+    for (u32 t = 0; t < kTiles; ++t) store(t);
+  }
+};
+
 static void run_lane(u32 lane) {
   const u32 rows = Any::kUnits * 8;
   Ring<Kernel> ring;
@@ -159,18 +169,25 @@ static void run_lane(u32 lane) {
     multiply<Any::kUnits, true>(ring, warp, lane, operand, ahead, sums, [] {});
     ring.slot = ring.num_free = 0;
   }
-  multiply<Any::kUnits, false>(ring, warp, lane, operand, ahead, sums, [] {});
+  const auto store = [&](u32 t) {
+    for (u32 i = 0; i < 4; ++i) {
+      const u32 row = t * 16 + i / 2 * 8 + lane / 4, query = lane % 4 * 2 + i % 2;
+      if (row >= rows || query >= num_queries) continue;
+      float& place = out[(warp * rows + row) * kMaxQueries + query];
+      if (place != 0) std::abort();  // each is stored once
+      place = sums.total(t, i);
+    }
+  };
+  const First<decltype(store)> part{store};
+  multiply<Any::kUnits, false>(ring, warp, lane, operand, ahead, sums, [] {}, part);
   if (ring.num_free != ring.slot) std::abort();
   if constexpr (kDealsTiles<Any>) {
     for_each_dealt(sums, Any::kUnits, lane, [&](u32 row, float x) {
       out[(warp * rows + row) * kMaxQueries] = x;
     });
-  } else for (u32 t = 0; t < Any::kTiles; ++t)
-    for (u32 i = 0; i < 4; ++i) {
-      const u32 row = t * 16 + i / 2 * 8 + lane / 4, query = lane % 4 * 2 + i % 2;
-      if (row >= rows || query >= num_queries) continue;
-      out[(warp * rows + row) * kMaxQueries + query] = sums.total(t, i);
-    }
+  } else {
+    for (u32 t = kFirstTiles; t < Any::kTiles; ++t) store(t);
+  }
 }
 
 extern "C" void multiply_all(const u8* packed, u64 bytes, const u8* given, u32 queries,
@@ -218,7 +235,7 @@ ALL_AT_ONCE = Conversion()
 
 def library(
     op: Operation, queries: int, depth: int, dtype: Dtype, moves: bool, folder: Path,
-    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False,
+    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False, first_tiles: int = 0,
 ) -> ctypes.CDLL:  # fmt: skip
     """The multiply of a matrix, in a build for so many queries with so many steps in a turn."""
     compiler = shutil.which("g++")
@@ -229,7 +246,7 @@ def library(
         "kOfSecondGroup": conversion.of_second_group,
     }  # fmt: skip
     spec = [SPEC, *(f"constexpr bool {name} = {str(x).lower()};" for name, x in bools.items())]
-    spec += [f"constexpr u32 kConvertedSteps = {conversion.room};"]
+    spec += [f"constexpr u32 kConvertedSteps = {conversion.room}, kFirstTiles = {first_tiles};"]
     at_once = f"kStepsAtOnce = {conversion.at_once}"
     spec += [f"constexpr u32 kMostQueries = {queries}, kBatch = {2 if moves else 1};", *READERS]
     model = f"""
@@ -339,9 +356,30 @@ def test_slots_are_given_back_after_the_multiply(
     )
 
 
+@pytest.mark.parametrize("releases_late", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "first_tiles"),
+    # One turn and several; tiles in even and odd number; few and most of them.
+    [
+        ("int4", 112, 1024, 2),
+        ("int4", 128, 4096, 4),
+        ("int4", 224, 2048, 10),
+        ("int8", 96, 2048, 4),
+    ],
+)
+def test_the_first_tiles_are_complete_within_the_last_turn(
+    kind: str, rows: int, columns: int, first_tiles: int, releases_late: bool, tmp_path: Path
+) -> None:
+    """Whoever wants them need not wait for the other ones."""
+    require_the_interpreters_bits(
+        kind, rows, columns, MAX_QUERIES, 2, True, tmp_path, releases_late=releases_late,
+        first_tiles=first_tiles,
+    )  # fmt: skip
+
+
 def require_the_interpreters_bits(
     kind: str, rows: int, columns: int, queries: int, fewer: int, moves: bool, folder: Path,
-    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False,
+    conversion: Conversion = ALL_AT_ONCE, releases_late: bool = False, first_tiles: int = 0,
 ) -> None:  # fmt: skip
     dtype = Dtype.FP16 if kind == "int4-wide" else Dtype.BF16
     half = torch.float16 if dtype is Dtype.FP16 else torch.bfloat16
@@ -357,7 +395,9 @@ def require_the_interpreters_bits(
     x = (x * torch.logspace(-3, 3, MAX_QUERIES)).to(half).float()
     wanted = product(unpacked(packed.flatten(), op, rows, half), matrix, x, half, rounds=True)
     depth = op.depth_for(queries, fewer)
-    built = library(op, queries, depth, dtype, moves, folder, conversion, releases_late)
+    built = library(
+        op, queries, depth, dtype, moves, folder, conversion, releases_late, first_tiles
+    )
     for num_queries in {1, queries, min(queries, 3)}:
         given = published(x, queries, half)
         out = torch.zeros(CONSUMER_WARPS, rows, MAX_QUERIES)

@@ -40,8 +40,8 @@ __device__ __forceinline__ float gated(float gate, float up, float factor, const
   return silu(gate) * up;
 }
 
-// The same of several queries where a unit is a tile: a lane has sums of a gate row and of its up row.
-template <class L, class GateUp, class M>
+// The same of several queries where a unit is a tile: a lane has sums of a gate row and of its up row. Tiles from kFirst to kEnd.
+template <class L, u32 kFirst, u32 kEnd, class GateUp, class M>
 __device__ __forceinline__ void publish_gated_tiles(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                                     const float* bias) {
   static_assert(kUnitNeurons<GateUp> == 8, "a unit is a tile");
@@ -50,7 +50,7 @@ __device__ __forceinline__ void publish_gated_tiles(Context<M>& cx, const Sums<G
   const bool is_odd = g % 2;
   // Of two neighbours the even one stores the pair of the first query, the odd one that of the second.
   const u32 own = query + is_odd;
-  TileReduction::for_each_tile(cx, sums, units, [&](u32 t, const float (&all)[4]) {
+  TileReduction::for_each_tile<kFirst, kEnd>(cx, sums, units, [&](u32 t, const float (&all)[4]) {
     const u32 neuron = first_neuron + t * 8 + g;
     const float* own_bias = bias ? bias + neuron / 8 * 16 + neuron % 8 : nullptr;
     const Control& control = cx.shared.control();
@@ -88,17 +88,45 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
   });
 }
 
-// `units` from `first_neuron` on, which this block owns.
-template <class L, class GateUp, class M>
+// Where all tiles fit no reduction at once the neurons of so many are published while the last ones are still multiplied: one
+// reduction is left then, which gives a warp at most one tile.
+template <class GateUp, class M>
+inline constexpr bool kPublishesEarly = kMostQueries > 1 && kMovesRegisters && kArithmetic<GateUp> == Arithmetic::kIntegers &&
+                                        GateUp::kPairsSteps && GateUp::kDepth == 2 && kUnitNeurons<GateUp> == 8 &&
+                                        GateUp::kTiles <= 16 && GateUp::kMaxUnits == GateUp::kTiles &&
+                                        GateUp::kTiles > TileReduction::kMostAtOnce<M>;
+template <class M>
+inline constexpr u32 kLastTiles = TileReduction::kMostAtOnce<M> < kConsumerWarps ? TileReduction::kMostAtOnce<M> : kConsumerWarps;
+template <class GateUp, class M>
+inline constexpr u32 kEarlyTiles = kPublishesEarly<GateUp, M> ? (GateUp::kTiles - kLastTiles<M> + 1) / 2 * 2 : 0;
+
+// `units` from `first_neuron` on, which this block owns, but for kEarly.
+template <class L, u32 kEarly = 0, class GateUp, class M>
 __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
   // Beside the sums of very many tiles there are no registers for it.
   if constexpr (kMostQueries > 1 && kUnitNeurons<GateUp> == 8 && GateUp::kTiles <= 16) {
-    publish_gated_tiles<L>(cx, sums, units, first_neuron, bias);
+    publish_gated_tiles<L, kEarly, GateUp::kTiles>(cx, sums, units, first_neuron, bias);
   } else {
     publish_gated_rows<L>(cx, sums, units, first_neuron, bias);
   }
 }
+// Publishes them.
+template <class L, u32 kCount, class GateUp, class M>
+struct EarlyTiles {
+  static constexpr u32 kTiles = kCount;
+  Context<M>& cx;
+  const Sums<GateUp>& sums;
+  Scale<MidStream<M>>& scale;
+  u32 units, first_neuron;
+  const float* bias;
+
+  __device__ __forceinline__ void operator()() const {
+    scale.settle(cx, cx.layers_done);
+    publish_gated_tiles<L, 0, kCount>(cx, sums, units, first_neuron, bias);
+  }
+};
+
 template <class L, class M>
 __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
@@ -115,11 +143,16 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
     cx.arrived();
   };
   if constexpr (kOneGroup) {
+    constexpr u32 kEarly = kEarlyTiles<GateUp, M>;
     Sums<GateUp> sums;
-    multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
-    scale.settle(cx, cx.layers_done);
+    if constexpr (kEarly > 0) {
+      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, EarlyTiles<L, kEarly, GateUp, M>{cx, sums, scale, units, first, bias});
+    } else {
+      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
+      scale.settle(cx, cx.layers_done);
+    }
     cx.mark();
-    publish_gated<L>(cx, sums, units, first, bias);
+    publish_gated<L, kEarly>(cx, sums, units, first, bias);
   } else {
     // Groups of tiles, since the sums of all do not fit the registers: a unit is a tile.
     Ahead<GateUp> ahead;

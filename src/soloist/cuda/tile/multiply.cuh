@@ -141,6 +141,12 @@ inline constexpr bool kFewIntegers = false;
 template <class Op>
 inline constexpr bool kFewIntegers<Op, Arithmetic::kIntegers> = Op::kTiles <= 4 && !Op::Format::kZeros && !Op::kPermuted;
 
+// Called within the last turn of a multiply, with the sums of the first `kTiles` tiles complete; of none, as a rule.
+struct NoPart {
+  static constexpr u32 kTiles = 0;
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // Slots whose weights are on their way to registers.
 struct Taken {
   u32 first, count, loaded;
@@ -154,9 +160,9 @@ struct Taken {
 };
 
 // Weights that are worked on before they are multiplied, several tiles to a slot. With one query the next slot's come meanwhile.
-template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class Part, class M>
 __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand,
-                                                   Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
+                                                   Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived, const Part& part) {
   using Whole = TileOrder<kHalves, Op::kDepth>;
   using Fragments = typename FragmentsOf<Op>::Type;
   constexpr u32 kSlotTiles = Op::kSlotTiles, kTileBytes = 2 * Fragments::kHalfBytes, kTiles = Whole::kCount;
@@ -184,6 +190,8 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   static_assert(!Whole::kOdd || Op::kDepth % 2 == 0 || Op::kDepth == Op::kSteps, "steps come in pairs");
   static_assert(!kLeavesOutPadding<Op> || (kHalves == 2 && Op::kSteps == Op::kDepth && Op::kSteps <= kSlotTiles), "a slot has all steps");
   static_assert(!Op::kPairsSteps || (kHalves % 2 == 0 && Op::kDepth % 2 == 0 && Op::kSteps % 2 == 0), "whole tiles of two steps");
+  static_assert(Part::kTiles == 0 || (Op::kPairsSteps && Op::kDepth == 2 && kRest == 0 && 2 * Part::kTiles % kTogether == 0),
+                "a last turn has two steps, and the part whole batches");
   const typename Fragments::Place place(warp, lane);
   typename StepsOf<Op, kAgain, kHalves>::Type steps(operand, ahead, lane);
   Fragments early[kEarly + 1], later[kPipelined ? 2 : 1][kTogether];
@@ -242,6 +250,8 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
       }
       give_back(taken);
       taken = {0, 0, 0};
+      if constexpr (Part::kTiles > 0)
+        if (next == 2 * Part::kTiles && !again) part();
     }
     if (kPipelined && again && kMoves)
 #pragma unroll
@@ -267,15 +277,18 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
 //
 // Weights of the first slots come to registers before the activations are waited for: that makes room in
 // the ring, and the stream goes on. `arrived` is called once the first activations are there.
-template <u32 kHalves, bool kAgain, class Op, class Arrived, class M>
+template <u32 kHalves, bool kAgain, class Op, class Arrived, class M, class Part = NoPart>
 __device__ __forceinline__ void multiply(Ring<M>& ring, u32 warp, u32 lane, const GlobalOperand<Op>& operand, Ahead<Op>& ahead,
-                                         Sums<Op>& sums, const Arrived& arrived) {
+                                         Sums<Op>& sums, const Arrived& arrived, const Part& part = Part()) {
   static_assert(Op::Format::kHalfBytes == Op::kHalfTileBytes, "the plan's layout");
   static_assert(kBatch <= M::kRingSlots, "a warp takes that many before it releases one");
   sums.clear();
-  if (kAblation == kNoMultiply) return arrived();
+  if (kAblation == kNoMultiply) {
+    arrived();
+    return part();
+  }
   if constexpr (kArithmetic<Op> == Arithmetic::kPlain) multiply_plain<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
-  else multiply_quantized<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived);
+  else multiply_quantized<kHalves, kAgain>(ring, warp, lane, operand, ahead, sums, arrived, part);
 }
 
 // Asks for activations of the first steps, those that are in flight together; whether they have come.
@@ -302,27 +315,28 @@ __device__ __forceinline__ bool has_come(const Ahead<Op>& ahead) {
 
 // The multiply of a block that owns `units` units: all blocks own as many, or some own one less, which may be none. kAsked:
 // the first activations were asked for.
-template <bool kAsked, class Op, class Arrived, class M>
+template <bool kAsked, class Op, class Arrived, class M, class Part = NoPart>
 __device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
-                                               Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived) {
+                                               Ahead<Op>& ahead, Sums<Op>& sums, const Arrived& arrived, const Part& part = Part()) {
   constexpr u32 kMost = Op::kMaxUnits * Op::kUnitHalves, kFewer = kMost - Op::kUnitHalves;
   const auto fill = [&] {
     if (!kAsked || !has_come(ahead)) ahead.fill(operand);
     arrived();
   };
   if constexpr (Op::kEven) {
-    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill);
+    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill, part);
   } else if (units == Op::kMaxUnits) {
-    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill);
+    multiply<kMost, false>(ring, warp, lane, operand, ahead, sums, fill, part);
   } else if constexpr (kFewer > 0) {
-    multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums, fill);
+    multiply<kFewer, false>(ring, warp, lane, operand, ahead, sums, fill, part);
   } else {
     arrived();
+    part();
   }
 }
-template <class Op, class Arrived, class M>
+template <class Op, class Arrived, class M, class Part = NoPart>
 __device__ __forceinline__ void multiply_owned(Ring<M>& ring, u32 warp, u32 lane, u32 units, const GlobalOperand<Op>& operand,
-                                               Sums<Op>& sums, const Arrived& arrived) {
+                                               Sums<Op>& sums, const Arrived& arrived, const Part& part = Part()) {
   Ahead<Op> ahead;
-  multiply_owned<false>(ring, warp, lane, units, operand, ahead, sums, arrived);
+  multiply_owned<false>(ring, warp, lane, units, operand, ahead, sums, arrived, part);
 }

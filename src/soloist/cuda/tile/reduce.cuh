@@ -99,20 +99,24 @@ struct Reduction {
 // A lane then has rows g and g + 8 of two queries, as it had its own part of them; no word is moved by itself.
 struct TileReduction {
   static constexpr u32 kWarpBytes = 32 * 16, kTileBytes = kConsumerWarps * kWarpBytes;
+  template <class M>
+  static constexpr u32 kMostAtOnce = M::kWideReduceBytes / kTileBytes;
 
-  // Calls `consume(tile, sums)` in one warp for each of `count` tiles. It uses what a `wide` reduction does.
-  template <class Op, class Consume, class M>
+  // Calls `consume(tile, sums)` in one warp for each tile from kFirst on, of `count` in all and at most kEnd. It uses what a `wide`
+  // reduction does.
+  template <u32 kFirst, u32 kEnd, class Op, class Consume, class M>
   static __device__ __forceinline__ void for_each_tile(const Context<M>& cx, const Sums<Op>& sums, u32 count, const Consume& consume) {
     static_assert(!kDealsTiles<Op>, "a lane has its rows of every tile");
-    constexpr u32 kFitting = M::kWideReduceBytes / kTileBytes, kParts = (Op::kTiles + kFitting - 1) / kFitting;
-    constexpr u32 kAtOnce = (Op::kTiles + kParts - 1) / kParts;
+    constexpr u32 kParts = (kEnd - kFirst + kMostAtOnce<M> - 1) / kMostAtOnce<M>;
+    constexpr u32 kAtOnce = (kEnd - kFirst + kParts - 1) / kParts;
     const u32 buffer = shared_address(cx.shared.reduce()) + cx.lane * 16;
+    if constexpr (kEnd < Op::kTiles) count = min(count, kEnd);
 #pragma unroll 1
-    for (u32 start = 0; start < count; start += kAtOnce) {
+    for (u32 start = kFirst; start < count; start += kAtOnce) {
       cx.sync();  // what was here is read
       const u32 own = buffer + cx.warp * kWarpBytes - start * kTileBytes, end = min(count, start + kAtOnce);
 #pragma unroll
-      for (u32 t = 0; t < Op::kTiles; ++t)
+      for (u32 t = kFirst; t < kEnd; ++t)
         if (t >= start && t < end)
           store_shared(own + t * kTileBytes, make_uint4(__float_as_uint(sums.total(t, 0)), __float_as_uint(sums.total(t, 1)),
                                                         __float_as_uint(sums.total(t, 2)), __float_as_uint(sums.total(t, 3))));
