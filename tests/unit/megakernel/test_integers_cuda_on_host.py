@@ -366,7 +366,7 @@ def test_slots_are_given_back_after_the_multiply(
         ("int4", 224, 2048, 10),
         ("int8", 96, 2048, 4),
     ],
-)
+)  # fmt: skip
 def test_the_first_tiles_are_complete_within_the_last_turn(
     kind: str, rows: int, columns: int, first_tiles: int, releases_late: bool, tmp_path: Path
 ) -> None:
