@@ -1,6 +1,6 @@
 """The kernel's buffers: what blocks exchange in global memory, what a block has in shared. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -423,7 +423,7 @@ class SharedMemory:
         """Slots of the ring: all the shared memory that is left."""
         return self._slots_beside(self.buffers)
 
-    def _slots_beside(self, buffers: Mapping[str, Buffer]) -> int:
+    def _slots_beside(self, buffers: dict[str, Buffer]) -> int:
         used = end_of(buffers) + STATIC_SHARED_BYTES
         return max(0, self.room - used) // self.slot_bytes
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from soloist.errors import GpuUnsupported
-from soloist.megakernel.tuning import ADA, HOPPER, NEWER, OLDER, Tuning
+from soloist.megakernel.tuning import HOPPER, NEWER, OLDER, Tuning
 
 LEAST_CAPABILITY = (8, 0)
 
@@ -29,13 +29,11 @@ class Architecture:
 # three warps share in eights: 168. Two groups of four warps may then take some from the third:
 # 2 · 216 + 72 = 3 · 168.
 _OLDER = Architecture(False, 168, 168, OLDER)
-_ADA = Architecture(False, 168, 168, ADA)
 _NEWER = Architecture(True, 216, 72, NEWER)
 _HOPPER = Architecture(True, 216, 72, HOPPER)
 # By what the compiler calls them. The letter a: code for this architecture alone, which may move
 # registers. Any other is taken for an older one.
 ARCHITECTURES = {
-    "sm_89": _ADA,
     "sm_90a": _HOPPER,
     **dict.fromkeys(("sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"), _NEWER),
 }

@@ -47,7 +47,8 @@ class Operation:
         plain = self.matrix.format.is_plain
         # Slots of quantised weights that no turn of fewer steps fills are worth twice the code.
         unrolled = tuning.unrolled_tile_steps * (1 if plain else 2) // self.group_tiles
-        most = min(steps, tuning.max_depth, max(2, unrolled))
+        allowed = tuning.max_depth if plain else tuning.quantized_max_depth
+        most = min(steps, allowed, max(2, unrolled))
         fit = [d for d in range(1, most + 1) if self._can_unroll(d)]
         if not plain:
             return self._depth_of_quantized(fit)

@@ -44,6 +44,7 @@ class Tuning:
             activations in flight, few enough for the instruction cache. Twice as many where fewer
             steps of quantised weights fill no slots.
         max_depth: steps of activations in flight, at most.
+        quantized_max_depth: the same of quantised weights.
         several_quantized_depth: the same of quantised weights in builds for several queries. Large
             layers have many tiles, and with more steps the code of a layer no longer fits the 128
             KB of an SM's instruction cache.
@@ -106,6 +107,7 @@ class Tuning:
     fetch_layer_bytes: int = 256 * 1024
     unrolled_tile_steps: int = 16
     max_depth: int = 8
+    quantized_max_depth: int = 8
     several_quantized_depth: int = 2
     few_several_quantized_depth: int = 4
     byte_steps_at_once: int = 4
@@ -143,10 +145,10 @@ NEWER = replace(
     experts_release_late=False,
     several_release_late=False,
     several_short_reductions=False,
+    quantized_max_depth=2,
+    quantized_group_tiles=4,
     coded_paired_dim=64,
     has_attention_blocks=False,
 )
 # And a warp cannot pass registers on.
 OLDER = replace(NEWER, fetch_slots=0, early_slots=0, paired_warp_tiles=1)
-# The compiler spills nothing of quantised matrices then; on sm_80 it does in any case.
-ADA = replace(OLDER, quantized_group_tiles=6)

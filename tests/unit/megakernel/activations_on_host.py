@@ -17,6 +17,7 @@ SPEC = f"""
 constexpr u32 kMaxQueries = {MAX_QUERIES}, kConsumerWarps = {CONSUMER_WARPS}, kMostChains = 4;
 constexpr u32 kLoadedSteps = 4, kConvertedSteps = 16;
 constexpr u32 kStepColumns = {STEP_COLUMNS}, kColumns = {STEPS} * kStepColumns;
+constexpr bool kMovesRegisters = true;
 """
 
 REST = r"""

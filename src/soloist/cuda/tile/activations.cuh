@@ -200,7 +200,7 @@ struct Ahead {
     const u32 next = first + d + Op::kDepth;
     const bool is_behind = next >= Op::kSteps && !(kAgain && kWhole);
     const u32 step = next < Op::kSteps ? next : next - Op::kSteps;
-    if constexpr (kByTurns && kCount == 2 && kLoads == 2) {
+    if constexpr (kMovesRegisters && kByTurns && kCount == 2 && kLoads == 2) {  // elsewhere addresses are spilled
       constexpr u32 kBlockBytes = kRoomQueries * 64, kNext = step_column<Op>(1) / 32 * kBlockBytes;
       const u8* from = operand.lane_base + (step - d) * (kStepColumns / 32 * kBlockBytes) + step_column<Op>(d) / 32 * kBlockBytes;
       load_exchanged_if<kBlockBytes, kNext, kNext + kBlockBytes>(operand.active && !is_behind, from, b[d][0], b[d][1], b[d + 1][0],

@@ -178,8 +178,8 @@ __device__ __forceinline__ void multiply_quantized(Ring<M>& ring, u32 warp, u32 
   constexpr u32 kMostEarly = M::kEarlySlots < kFewSlots ? M::kEarlySlots : kFewSlots;
   constexpr u32 kEarlyTiles = kMostEarly * kSlotTiles / kTogether * kTogether;
   constexpr i32 kEarly = kAgain ? 0 : kTiles < kEarlyTiles ? kTiles : kEarlyTiles;  // groups need not wait
-  // What becomes of FP8 in registers leaves no room for the next weights where threads have few.
-  constexpr bool kPipelined = kMostQueries == 1 && (kMovesRegisters || kArithmetic<Op> != Arithmetic::kScaled);
+  // There is no room for the next weights where threads have few registers.
+  constexpr bool kPipelined = kMostQueries == 1 && kMovesRegisters;
   // Several queries that are gathered leave no register to wait with.
   constexpr bool kLate = kReleasesLate || (kMostQueries > 1 && Op::kPermuted && kEarly == 0);
   // Where the last batch of a turn has the registers of the first one, the next turn's first one waits in others.
