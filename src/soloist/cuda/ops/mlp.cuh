@@ -88,8 +88,8 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
   });
 }
 
-// Where all tiles fit no reduction at once the neurons of so many are published while the last ones are still multiplied: one
-// reduction is left then, which gives a warp at most one tile.
+// Where the sums of all tiles do not fit one reduction, neurons of so many are published while the last tiles are still multiplied.
+// One reduction is left then, which gives a warp at most one tile.
 template <class GateUp, class M>
 inline constexpr bool kPublishesEarly = kMostQueries > 1 && kMovesRegisters && kArithmetic<GateUp> == Arithmetic::kIntegers &&
                                         GateUp::kPairsSteps && GateUp::kDepth == 2 && kUnitNeurons<GateUp> == 8 &&
@@ -100,7 +100,7 @@ inline constexpr u32 kLastTiles = TileReduction::kMostAtOnce<M> < kConsumerWarps
 template <class GateUp, class M>
 inline constexpr u32 kEarlyTiles = kPublishesEarly<GateUp, M> ? (GateUp::kTiles - kLastTiles<M> + 1) / 2 * 2 : 0;
 
-// `units` from `first_neuron` on, which this block owns, but for kEarly.
+// `units` from `first_neuron` on, which this block owns, but for the first kEarly.
 template <class L, u32 kEarly = 0, class GateUp, class M>
 __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>
     publish_gated_rows<L>(cx, sums, units, first_neuron, bias);
   }
 }
-// Publishes them.
+// Finds the norm's factor, and publishes neurons of the first tiles.
 template <class L, u32 kCount, class GateUp, class M>
 struct EarlyTiles {
   static constexpr u32 kTiles = kCount;
@@ -146,7 +146,8 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
     constexpr u32 kEarly = kEarlyTiles<GateUp, M>;
     Sums<GateUp> sums;
     if constexpr (kEarly > 0) {
-      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, EarlyTiles<L, kEarly, GateUp, M>{cx, sums, scale, units, first, bias});
+      const EarlyTiles<L, kEarly, GateUp, M> publish_early{cx, sums, scale, units, first, bias};
+      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, publish_early);
     } else {
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
       scale.settle(cx, cx.layers_done);

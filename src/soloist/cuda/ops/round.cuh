@@ -223,7 +223,7 @@ __device__ __forceinline__ void run_launch(Role, const Params& params, u64 (&all
     else if (warp == kConsumerWarps + 3 && lane == 0)
       watch<M>(where, params.fault, finished, ring.full, ring.empty, [&] { return missing_ranks<M>(params, where); });
     else if (warp == kConsumerWarps + 2 && !attends)
-      // The same; but not on Hopper, where a warp takes two slots at once.
+      // As above; but on Hopper, which takes two slots in a batch, it costs nothing to keep.
       clean<M>(params, kBatch > 1 ? control : at_shared<Control>(kept_address(dynamic) + M::kRingBytes + M::kShControl),
                barriers.cleanable, barriers.cleaned, barriers.chosen, lane);
     then(KnownWarp<true>{});

@@ -102,8 +102,8 @@ struct TileReduction {
   template <class M>
   static constexpr u32 kMostAtOnce = M::kWideReduceBytes / kTileBytes;
 
-  // Calls `consume(tile, sums)` in one warp for each tile from kFirst on, of `count` in all and at most kEnd. It uses what a `wide`
-  // reduction does.
+  // Calls `consume(tile, sums)` in one warp for each tile from kFirst to kEnd, as far as the block has them: it has `count`. It uses
+  // what a `wide` reduction does.
   template <u32 kFirst, u32 kEnd, class Op, class Consume, class M>
   static __device__ __forceinline__ void for_each_tile(const Context<M>& cx, const Sums<Op>& sums, u32 count, const Consume& consume) {
     static_assert(!kDealsTiles<Op>, "a lane has its rows of every tile");
