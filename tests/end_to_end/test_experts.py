@@ -1,8 +1,11 @@
 """A mixture of experts from the command line: what is said of it, where it runs, refusals."""
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -208,3 +211,45 @@ def test_accuracy_refuses_a_tokenizer_of_another_vocabulary(soloist, tmp_path):
     assert done.status == 2, done.err
     assert "outside the vocabulary (0 … 511)" in done.err
     assert "the ids of this model's tokenizer" in done.err
+
+
+GROUPS = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def memory_group() -> Iterator[tuple[Path, Path]]:
+    """A control group of Linux, and the file for how much memory its processes may have."""
+    parent, name = GROUPS / "memory", "memory.limit_in_bytes"
+    if not parent.is_dir():
+        parent, name = GROUPS, "memory.max"
+    group = parent / f"soloist-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group for memory: {error}")
+    try:
+        if not (group / name).exists():
+            pytest.skip("control groups have no limit of memory here")
+        yield group, group / name
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_file_larger_than_the_memory_runs(tmp_path, memory_group):
+    """The limit counts what the system keeps of files, too. 16-bit experts stay in them."""
+    group, limit = memory_group
+    folder = write_mixture(
+        tmp_path / "large", CONFIG, hidden_size=512, moe_intermediate_size=512, num_experts=128,
+        num_hidden_layers=4, head_dim=64, num_attention_heads=8,
+    )  # fmt: skip
+    allowed = 600 * 2**20
+    assert (folder / "model.safetensors").stat().st_size > 1.3 * allowed
+    command = [sys.executable, "-m", "soloist", "run", str(folder), "--device", "cpu"]
+    command += ["--precision", "bf16", "-p", "def f(x):", "-n", "40", "-t", "0"]
+    free = subprocess.run(command, capture_output=True, text=True, check=True)
+    limit.write_text(str(allowed))
+    within = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *command]
+    held = subprocess.run(within, capture_output=True, text=True, check=False)
+    assert held.returncode == 0, held.stderr
+    assert held.stdout == free.stdout != ""
