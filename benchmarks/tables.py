@@ -185,7 +185,7 @@ def h200_quantized_accuracy() -> str:
 
 
 def h200_experts_accuracy() -> str:
-    """The same of a mixture, with fewer layers."""
+    """The same of a mixture, whole and with fewer layers."""
     return _accuracy("h200-experts-accuracy.json")
 
 

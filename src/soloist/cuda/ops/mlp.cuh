@@ -91,29 +91,29 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
 // Where the sums of all tiles do not fit one reduction, neurons of so many are published while the last tiles are still multiplied.
 // One reduction is left then, which gives a warp at most one tile.
 template <class GateUp, class M>
-inline constexpr bool kPublishesEarly = kMostQueries > 1 && kMovesRegisters && kArithmetic<GateUp> == Arithmetic::kIntegers &&
+inline constexpr bool kHasFirstTiles = kMostQueries > 1 && kMovesRegisters && kArithmetic<GateUp> == Arithmetic::kIntegers &&
                                         GateUp::kPairsSteps && GateUp::kDepth == 2 && kUnitNeurons<GateUp> == 8 &&
                                         GateUp::kTiles <= 16 && GateUp::kMaxUnits == GateUp::kTiles &&
                                         GateUp::kTiles > TileReduction::kMostAtOnce<M>;
 template <class M>
 inline constexpr u32 kLastTiles = TileReduction::kMostAtOnce<M> < kConsumerWarps ? TileReduction::kMostAtOnce<M> : kConsumerWarps;
 template <class GateUp, class M>
-inline constexpr u32 kEarlyTiles = kPublishesEarly<GateUp, M> ? (GateUp::kTiles - kLastTiles<M> + 1) / 2 * 2 : 0;
+inline constexpr u32 kFirstTiles = kHasFirstTiles<GateUp, M> ? (GateUp::kTiles - kLastTiles<M> + 1) / 2 * 2 : 0;
 
-// `units` from `first_neuron` on, which this block owns, but for the first kEarly.
-template <class L, u32 kEarly = 0, class GateUp, class M>
+// `units` from `first_neuron` on, which this block owns, from the kFirst-th on.
+template <class L, u32 kFirst = 0, class GateUp, class M>
 __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>& sums, u32 units, u32 first_neuron,
                                               const float* bias) {
   // Beside the sums of very many tiles there are no registers for it.
   if constexpr (kMostQueries > 1 && kUnitNeurons<GateUp> == 8 && GateUp::kTiles <= 16) {
-    publish_gated_tiles<L, kEarly, GateUp::kTiles>(cx, sums, units, first_neuron, bias);
+    publish_gated_tiles<L, kFirst, GateUp::kTiles>(cx, sums, units, first_neuron, bias);
   } else {
     publish_gated_rows<L>(cx, sums, units, first_neuron, bias);
   }
 }
 // Finds the norm's factor, and publishes neurons of the first tiles.
 template <class L, u32 kCount, class GateUp, class M>
-struct EarlyTiles {
+struct FirstTiles {
   static constexpr u32 kTiles = kCount;
   Context<M>& cx;
   const Sums<GateUp>& sums;
@@ -143,17 +143,17 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
     cx.arrived();
   };
   if constexpr (kOneGroup) {
-    constexpr u32 kEarly = kEarlyTiles<GateUp, M>;
+    constexpr u32 kFirst = kFirstTiles<GateUp, M>;
     Sums<GateUp> sums;
-    if constexpr (kEarly > 0) {
-      const EarlyTiles<L, kEarly, GateUp, M> publish_early{cx, sums, scale, units, first, bias};
-      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, publish_early);
+    if constexpr (kFirst > 0) {
+      const FirstTiles<L, kFirst, GateUp, M> publish_first{cx, sums, scale, units, first, bias};
+      multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, publish_first);
     } else {
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
       scale.settle(cx, cx.layers_done);
     }
     cx.mark();
-    publish_gated<L, kEarly>(cx, sums, units, first, bias);
+    publish_gated<L, kFirst>(cx, sums, units, first, bias);
   } else {
     // Groups of tiles, since the sums of all do not fit the registers: a unit is a tile.
     Ahead<GateUp> ahead;
