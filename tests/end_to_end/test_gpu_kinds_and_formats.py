@@ -18,6 +18,7 @@ from interpreter.quantised import (
 from soloist.bench.agreement import forced_logits
 from soloist.engine.kernel import Capacity, KernelModel, load_kernel
 from soloist.megakernel.gpu import Gpu, gpu_from_capability
+from soloist.megakernel.header import Build
 from soloist.megakernel.limits import MAX_QUERIES
 from soloist.megakernel.plan import Plan, make_plan
 from soloist.model.config import ModelConfig
@@ -98,6 +99,19 @@ def test_quantised_matrices(kind: str, dtype: Dtype) -> None:
     """The head included, of layers of two sizes: more of them take their time to compile."""
     config = replace(mixed_model(), layers=mixed_model().layers[:2])
     require_quantised(config, alike(config, kind), dtype)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "int4-zeros"])
+def test_no_bit_depends_on_when_buffers_are_cleaned(kind: str) -> None:
+    """The warp that cleans finds the norm before gate_up, too, and does so before it is late."""
+    config = mixed_model()
+    stored = alike(config, kind)
+    plan = make_plan(config, Dtype.BF16, here(9), formats=formats_of(stored))
+    parts, _ = quantised(random_weights(config), stored)
+    decoder, ids = loaded(plan, parts, keep_rows=False).decoder, prompt(config, TOKENS)
+    wanted = forced_logits(decoder, config.vocab_size, ids, 1, TOKENS)
+    decoder.load(Build(cleaner_cycles=50_000))  # longer than a layer takes
+    assert torch.equal(forced_logits(decoder, config.vocab_size, ids, 1, TOKENS), wanted)
 
 
 def test_a_format_for_each_matrix() -> None:

@@ -42,9 +42,10 @@ __device__ __forceinline__ u8* stream_operand(const Context<M>& cx, u32 epoch) {
   return exchange_copy<M>(cx.params, Stream::kOperand, Stream::kBytes, epoch);
 }
 // [query][block]: the block's sum of squares, and the scale its rows were published with.
-template <class Stream, class M>
-__device__ __forceinline__ float2* stream_squares(const Context<M>& cx, u32 epoch, u32 query) {
-  return reinterpret_cast<float2*>(exchange_copy<M>(cx.params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + query * M::kLaneBlocks;
+template <class Stream>
+__device__ __forceinline__ float2* stream_squares(const Params& params, u32 epoch, u32 query) {
+  using M = typename Stream::M;
+  return reinterpret_cast<float2*>(exchange_copy<M>(params, Stream::kSquares, Stream::kSquaresBytes, epoch)) + query * M::kLaneBlocks;
 }
 
 template <class Stream, class M>
@@ -53,48 +54,95 @@ __device__ __forceinline__ void publish_squares(const Context<M>& cx, u32 epoch,
   // Attention blocks read no other buffer that says so: who has read these of all blocks may look for the next layer's.
   if constexpr (kAttentionBlocks > 0 && Stream::kOperand == M::kWsHiddenIn) cx.wait_for_cleaner(cx.layers_done + cx.round);
   if (cx.lane == 0)
-    store_exchanged(stream_squares<Stream>(cx, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
+    store_exchanged(stream_squares<Stream>(cx.params, epoch, cx.warp) + cx.block, present(squares), present(cx.scale));
 }
+
+// Sums of squares of a query's rows, of all blocks, and what follows from them.
+template <class Stream>
+struct Squares {
+  using M = typename Stream::M;
+  static constexpr u32 kEach = (M::kLaneBlocks + 31) / 32;
+  float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
+
+  __device__ __forceinline__ void load(const float2* squares, u32 lane) {
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 b = lane + 32 * i;
+      part[i] = make_float2(0.0f, 0.0f);
+      if (b < M::kLaneBlocks) part[i] = load_exchanged2(&squares[b].x);
+    }
+  }
+  __device__ __forceinline__ bool have_come() const {
+    bool ready = true;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(part[i]);
+    return __all_sync(~0u, ready);
+  }
+  // That the rows were published with: the same in all blocks.
+  __device__ __forceinline__ float assumed_scale() const { return __shfl_sync(~0u, part[0].y, 0); }
+  __device__ __forceinline__ float scale() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kEach; ++i) sum += part[i].x;
+    return rsqrtf(warp_sum(sum) * (1.0f / M::kHidden) + M::kEpsilon);
+  }
+};
 
 // The factor that turns a product with published activations into one with normalised ones, for warps
 // below the number of queries. Asked for before the multiply, taken after it.
 template <class Stream>
 struct Scale {
   using M = typename Stream::M;
-  static constexpr u32 kEach = (M::kLaneBlocks + 31) / 32;
-  float2 part[kEach] = {};  // or it would stay alive over the whole round where a warp loads nothing
+  Squares<Stream> squares;
 
   __device__ __forceinline__ void load(const Context<M>& cx, u32 epoch) {
-    if (cx.warp >= cx.queries) return;
-    const float2* squares = stream_squares<Stream>(cx, epoch, cx.warp);
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) {
-      const u32 b = cx.lane + 32 * i;
-      part[i] = make_float2(0.0f, 0.0f);
-      if (b < M::kLaneBlocks) part[i] = load_exchanged2(&squares[b].x);
-    }
+    if (cx.warp < cx.queries) squares.load(stream_squares<Stream>(cx.params, epoch, cx.warp), cx.lane);
   }
   // Also remembers the new scale.
   __device__ __forceinline__ float take(Context<M>& cx, u32 epoch) {
     if (cx.warp >= cx.queries) return 0.0f;
-    for (;;) {
-      bool ready = true;
-#pragma unroll
-      for (u32 i = 0; i < kEach; ++i) ready = ready && is_present(part[i]);
-      if (__all_sync(~0u, ready)) break;
-      load(cx, epoch);
-    }
-    const float assumed = __shfl_sync(~0u, part[0].y, 0);  // the same in all blocks
-    float sum = 0.0f;
-#pragma unroll
-    for (u32 i = 0; i < kEach; ++i) sum += part[i].x;
-    cx.scale = rsqrtf(warp_sum(sum) * (1.0f / M::kHidden) + M::kEpsilon);
+    while (!squares.have_come()) load(cx, epoch);
+    const float assumed = squares.assumed_scale();
+    cx.scale = squares.scale();
     return __fdividef(cx.scale, assumed);
   }
   // The same for other warps, which know it after the next barrier.
   __device__ __forceinline__ void settle(Context<M>& cx, u32 epoch) {
     const float factor = take(cx, epoch);
     if (cx.warp < cx.queries && cx.lane == 0) cx.shared.control().factor[cx.warp] = factor;
+  }
+};
+
+// Whether the cleaner finds a round's only query's factor before gate_up, while consumers multiply: of integers on one GPU, where they
+// have little else to do. The racecheck tool does not see how they wait for it.
+template <class GateUp, class M>
+inline constexpr bool kFindsFactorApart = kMostQueries == 1 && kPeers == 1 && !M::kHasLanes && M::kMostSlots == 0 && kMovesRegisters &&
+                                          !kRacecheck && kArithmetic<GateUp> == Arithmetic::kIntegers;
+// From the cleaner to the consumers.
+struct FoundFactor {
+  static __device__ __forceinline__ u32 place() {
+    __shared__ uint4 found;  // the factor, the new scale, and whether they are this layer's
+    return shared_address(&found);
+  }
+  // By one thread, before the cleaner may know of the layer; all consumers meet before they wait.
+  static __device__ __forceinline__ void forget() { store_shared(place(), make_uint4(0, 0, 0, 0)); }
+  template <class M>
+  static __device__ __forceinline__ void find(const Params& params, u32 epoch, u32 lane) {
+    const float2* own = stream_squares<MidStream<M>>(params, epoch, 0);
+    Squares<MidStream<M>> squares;
+    do squares.load(own, lane);
+    while (!squares.have_come());
+    const float assumed = squares.assumed_scale(), scale = squares.scale();
+    if (lane == 0) store_shared(place(), make_uint4(__float_as_uint(__fdividef(scale, assumed)), __float_as_uint(scale), 1, 0));
+  }
+  // Also remembers the new scale.
+  template <class M>
+  static __device__ __forceinline__ float wait(Context<M>& cx) {
+    uint4 found;
+    do found = look_at_shared(place());
+    while (!found.z);
+    cx.scale = __uint_as_float(found.y);
+    return __uint_as_float(found.x);
   }
 };
 

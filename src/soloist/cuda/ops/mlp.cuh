@@ -73,6 +73,8 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
   Reduction reduction(cx, GateUp::kTiles * 16, true);
   reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kNeurons, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.queries;
+    float found = 0.0f;
+    if constexpr (kFindsFactorApart<GateUp, M>) found = FoundFactor::wait(cx);
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
       const u32 query = job % cx.queries, n = start / 2 + job / cx.queries * 32 + cx.lane, neuron = first_neuron + n;
@@ -81,7 +83,8 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
       if (valid) {
         const u32 row = n / kNeurons * (2 * kNeurons) + n % kNeurons - start;
         const float* own_bias = bias ? bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons : nullptr;
-        value = gated<GateUp>(reduction.get(query, row), reduction.get(query, row + kNeurons), control.factor[query], own_bias);
+        const float factor = kFindsFactorApart<GateUp, M> ? found : control.factor[query];
+        value = gated<GateUp>(reduction.get(query, row), reduction.get(query, row + kNeurons), factor, own_bias);
       }
       publish_pair(now, query, neuron, cx.lane, valid, value);
     }
@@ -133,13 +136,16 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
   static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
   cx.begin(Phase::kGateUp);
+  constexpr bool kApart = kFindsFactorApart<GateUp, M>;
+  static_assert(!kApart || GateUp::kUnits >= GateUp::kBlocks, "every block publishes, and so comes to know the new scale");
+  if (kApart && cx.thread == 0) FoundFactor::forget();
   cx.let_clean(cx.layers_done + cx.round - 1);
   const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
   const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
   GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
   Scale<MidStream<M>> scale;
   const auto arrived = [&] {
-    scale.load(cx, cx.layers_done);
+    if constexpr (!kApart) scale.load(cx, cx.layers_done);
     cx.arrived();
   };
   if constexpr (kOneGroup) {
@@ -150,7 +156,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, publish_first);
     } else {
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
-      scale.settle(cx, cx.layers_done);
+      if constexpr (!kApart) scale.settle(cx, cx.layers_done);
     }
     cx.mark();
     publish_gated<L, kFirst>(cx, sums, units, first, bias);
@@ -165,7 +171,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
       if (GateUp::kSteps % GateUp::kDepth != 0 && group) ahead.fill(operand);
       Sums<GateUp> sums;
       multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
-      if (group == 0) scale.settle(cx, cx.layers_done);
+      if (!kApart && group == 0) scale.settle(cx, cx.layers_done);
       if (group + GateUp::kTiles >= units) cx.mark();
       publish_gated<L>(cx, sums, tiles, first + group * kUnitNeurons<GateUp>, bias);
     }
