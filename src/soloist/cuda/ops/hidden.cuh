@@ -140,7 +140,7 @@ struct FoundFactor {
   static __device__ __forceinline__ float wait(Context<M>& cx) {
     uint4 found;
     do found = look_at_shared(place());
-    while (!found.z);
+    while (!__all_sync(~0u, found.z));  // all lanes go on together, or a multiply later on is an illegal instruction
     cx.scale = __uint_as_float(found.y);
     return __uint_as_float(found.x);
   }

@@ -23,22 +23,24 @@ struct TileOrder {
   static constexpr __device__ __forceinline__ u32 tile(u32 i) {
     return is_left_over(i) ? kTiles : i % kHalves % kStepTiles;
   }
-  // Among the `kDepth`.
-  static constexpr __device__ __forceinline__ u32 step(u32 i) {
-    return i / kHalves * 2 + (is_left_over(i) ? 0 : i % kHalves / kStepTiles);
-  }
+  // Among the `kDepth`. Of a tile that is not left over it is said without a choice: what a choice of indices picks from would stay in
+  // local memory.
+  static constexpr __device__ __forceinline__ u32 step_of_tile(u32 i) { return i / kHalves * 2 + i % kHalves / kStepTiles; }
+  static constexpr __device__ __forceinline__ u32 step(u32 i) { return is_left_over(i) ? i / kHalves * 2 : step_of_tile(i); }
   static constexpr __device__ __forceinline__ bool is_full(u32 i) { return !is_left_over(i) || !is_lone(i); }
 };
 
 // Tile `i` of a turn of the loop, whose steps are those from `first` on as far as they exist.
 template <class Order, class Steps, class Sums, class Fragments, class Exists>
 __device__ __forceinline__ void multiply_tile(Steps& steps, Sums& sums, u32 i, u32 first, const Fragments& w, const Exists& exists) {
-  const u32 d = Order::step(i), t = Order::tile(i);
+  const u32 t = Order::tile(i);
   if (!Order::is_left_over(i)) {
+    const u32 d = Order::step_of_tile(i);
     if (t == 0) steps.prepare(d, first);
     steps.multiply_tile(sums, t, d, w);
     if (t + 1 == Order::kTiles && !Order::kOdd) steps.release(d, first);
   } else {
+    const u32 d = Order::step(i);
 #pragma unroll
     for (u32 e = 0; e < 2; ++e) {
       if (!exists(d + e, first)) continue;
