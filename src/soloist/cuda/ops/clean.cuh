@@ -1,5 +1,6 @@
 // The cleaner warp: fills the exchange buffers that this block wrote two epochs ago with sentinels again, off the
-// path of the consumers, with the fence that this needs. Between two cleanings it weighs the experts that were chosen.
+// path of the consumers, with the fence that this needs. Before it cleans it finds the norm before gate_up, where that is its task; between
+// two cleanings it weighs the experts that were chosen.
 #pragma once
 #include "ops/route.cuh"
 #include "tile/logits.cuh"

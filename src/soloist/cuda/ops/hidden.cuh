@@ -139,8 +139,10 @@ struct FoundFactor {
   template <class M>
   static __device__ __forceinline__ float wait(Context<M>& cx) {
     uint4 found;
+    // All lanes go on together, or a multiply later on is an illegal instruction.
+    __syncwarp();
     do found = look_at_shared(place());
-    while (!__all_sync(~0u, found.z));  // all lanes go on together, or a multiply later on is an illegal instruction
+    while (!__all_sync(~0u, found.z != 0));
     cx.scale = __uint_as_float(found.y);
     return __uint_as_float(found.x);
   }
