@@ -103,7 +103,7 @@ def test_quantised_matrices(kind: str, dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "int4-zeros"])
 def test_no_bit_depends_on_when_buffers_are_cleaned(kind: str) -> None:
-    """The warp that cleans finds the norm before gate_up, too, and does so before it is late."""
+    """The cleaner also finds the norm before gate_up. A late one does that in time."""
     config = mixed_model()
     stored = alike(config, kind)
     plan = make_plan(config, Dtype.BF16, here(9), formats=formats_of(stored))

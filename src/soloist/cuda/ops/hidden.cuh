@@ -113,8 +113,8 @@ struct Scale {
   }
 };
 
-// Whether the cleaner finds a round's only query's factor before gate_up, while consumers multiply: of integers on one GPU, where they
-// have little else to do. The racecheck tool does not see how they wait for it.
+// Whether the cleaner finds a round's only query's factor before gate_up while consumers multiply, where weights are integers, on one GPU.
+// The racecheck tool does not see how consumers wait for it.
 template <class GateUp, class M>
 inline constexpr bool kFindsFactorApart = kMostQueries == 1 && kPeers == 1 && !M::kHasLanes && M::kMostSlots == 0 && kMovesRegisters &&
                                           !kRacecheck && kArithmetic<GateUp> == Arithmetic::kIntegers;
