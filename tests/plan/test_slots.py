@@ -278,7 +278,7 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     assert {plan.quantized_batch_slots for plan in little} == {2}
     plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
-    much = planned("llama-3.1-8b", "int4", "sm_90a")
+    much = planned("llama-3.1-8b", "int4", "sm_90a").with_room_for(1, samples=False)
     assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (3, 3, 3))
     assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
     slow = planned("llama-3.1-8b", "super-mixed", "sm_90a")
@@ -291,6 +291,14 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     )  # fmt: skip
     assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)
     assert ranks.quantized_batch_slots == 1
+
+
+def test_several_queries_of_four_bits_have_two_copies() -> None:
+    """Of 8 bits, for which multiplies do not take longer than the memory, as many as one query."""
+    for kind, copies in (("int4", 2), ("int8", 3), ("fp8", 3)):
+        plan = planned("llama-3.1-8b", kind, "sm_90a").with_room_for(MAX_QUERIES, samples=False)
+        assert (plan.waiting_copies_in_flight, plan.copies_in_flight) == (0, (copies,) * 3)
+        assert plan.head_copies_in_flight == 3
 
 
 def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:

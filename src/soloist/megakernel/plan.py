@@ -206,12 +206,13 @@ class Plan:
 
         Of 4 bits alone: with 8 bits no gain was measured.
         """
+        return self.gpu.architecture.tuning.several_short_reductions and self._has_four_bits
+
+    @property
+    def _has_four_bits(self) -> bool:
+        """All layers are dense, with weights of 4 bits that are no super-blocks."""
         formats = self._layer_formats
-        return (
-            self.gpu.architecture.tuning.several_short_reductions
-            and not self.has_experts
-            and all(f.value_bits == 4 and not f.super_block for f in formats)
-        )
+        return not self.has_experts and all(f.value_bits == 4 and not f.super_block for f in formats)
 
     @property
     def _most_slots(self) -> int:
@@ -247,6 +248,8 @@ class Plan:
         if self.ranks == 1:
             if self._pauses:
                 return (self._pausing_copies[1],) * 3
+            if self.queries > 1 and self._has_four_bits:
+                return (tuning.several_copies_in_flight,) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
         if self.queries == 1 and self.has_experts:
@@ -270,7 +273,8 @@ class Plan:
             return self._pausing_copies[0]
         few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
         differs = self._is_quantized and few < self.image.busiest_layer_bytes <= most
-        return tuning.waiting_copies_in_flight if differs else 0
+        waiting = tuning.waiting_copies_in_flight
+        return waiting if differs and waiting < self.copies_in_flight[0] else 0
 
     @property
     def _streams_little(self) -> bool:

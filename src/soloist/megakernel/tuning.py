@@ -24,6 +24,9 @@ class Tuning:
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
+        several_copies_in_flight: with several queries of weights of 4 bits, on one GPU. Multiplies
+            take longer than their weights do, and every block reads the activations of all queries
+            from the L2.
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
             waits and while it multiplies. What they wait for is a choice of experts, and then the
             memory.
@@ -96,6 +99,7 @@ class Tuning:
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
+    several_copies_in_flight: int = 2
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)

@@ -99,6 +99,8 @@ __device__ __forceinline__ void attention_output(L, Context<M>& cx, u32 layer) {
   using AttentionOutput = typename L::AttentionOutput;
   cx.begin(Phase::kAttentionOutput);
   const u32 units = AttentionOutput::num_units(cx.block);
+  if constexpr (kFindsFactorApart<typename L::GateUp, M>)
+    if (cx.thread == 0) FoundFactor::forget();
   RowVectors<AttentionOutput> vectors;
   vectors.load(cx, cx.vectors(L::vectors(layer)) + L::kVecMlpNorm,
                L::kOutputBias ? cx.vectors(L::vectors(layer)) + L::kVecAttentionOutputBias : nullptr);

@@ -108,7 +108,7 @@ __device__ __forceinline__ void clean(const Params& params, Control* control, u3
     if constexpr (kMostQueries == 1)
       if (const u32 layer = cleanings % (M::kLayers + 1); layer < M::kLayers)
         M::of_layer(layer, [=, &params](auto kind) {
-          if constexpr (kFindsFactorApart<typename decltype(kind)::GateUp, M>) FoundFactor::find<M>(params, layers + 1, lane);
+          if constexpr (kFindsFactorApart<typename decltype(kind)::GateUp, M>) FoundFactor::find<M>(params, control, layers + 1, lane);
         });
     if constexpr (kCleanerCycles > 0)
       for (const u64 until = clock_cycles() + kCleanerCycles; clock_cycles() < until;) {}

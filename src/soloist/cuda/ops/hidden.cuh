@@ -118,33 +118,34 @@ struct Scale {
 template <class GateUp, class M>
 inline constexpr bool kFindsFactorApart = kMostQueries == 1 && kPeers == 1 && !M::kHasLanes && M::kMostSlots == 0 && kMovesRegisters &&
                                           !kRacecheck && kArithmetic<GateUp> == Arithmetic::kIntegers;
-// From the cleaner to the consumers.
+// From the cleaner to the consumers: the new scale, and whether it and the factor are those of this layer.
 struct FoundFactor {
   static __device__ __forceinline__ u32 place() {
-    __shared__ uint4 found;  // the factor, the new scale, and whether they are this layer's
+    __shared__ uint2 found;
     return shared_address(&found);
   }
-  // By one thread, before the cleaner may know of the layer; all consumers meet before they wait.
-  static __device__ __forceinline__ void forget() { store_shared(place(), make_uint4(0, 0, 0, 0)); }
+  // By one thread, before consumers meet in the phase before gate_up.
+  static __device__ __forceinline__ void forget() { store_shared2(place(), 0, 0); }
   template <class M>
-  static __device__ __forceinline__ void find(const Params& params, u32 epoch, u32 lane) {
+  static __device__ __forceinline__ void find(const Params& params, Control* control, u32 epoch, u32 lane) {
     const float2* own = stream_squares<MidStream<M>>(params, epoch, 0);
     Squares<MidStream<M>> squares;
     do squares.load(own, lane);
     while (!squares.have_come());
     const float assumed = squares.assumed_scale(), scale = squares.scale();
-    if (lane == 0) store_shared(place(), make_uint4(__float_as_uint(__fdividef(scale, assumed)), __float_as_uint(scale), 1, 0));
+    if (lane > 0) return;
+    control->factor[0] = __fdividef(scale, assumed);
+    __threadfence_block();
+    store_shared2(place(), __float_as_uint(scale), 1);
   }
   // Also remembers the new scale.
   template <class M>
-  static __device__ __forceinline__ float wait(Context<M>& cx) {
-    uint4 found;
+  static __device__ __forceinline__ void wait(Context<M>& cx) {
+    uint2 found;
     // All lanes go on together, or a multiply later on is an illegal instruction.
-    __syncwarp();
-    do found = look_at_shared(place());
-    while (!__all_sync(~0u, found.z != 0));
-    cx.scale = __uint_as_float(found.y);
-    return __uint_as_float(found.x);
+    do found = look_at_shared2(place());
+    while (!__all_sync(~0u, found.y != 0));
+    cx.scale = __uint_as_float(found.x);
   }
 };
 

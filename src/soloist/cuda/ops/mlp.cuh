@@ -73,8 +73,6 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
   Reduction reduction(cx, GateUp::kTiles * 16, true);
   reduction.for_each_part(cx, sums, units * GateUp::kUnitHalves, units * 2 * kNeurons, [&](u32 start, u32 end) {
     const u32 jobs = ((end - start) / 2 + 31) / 32 * cx.queries;
-    float found = 0.0f;
-    if constexpr (kFindsFactorApart<GateUp, M>) found = FoundFactor::wait(cx);
 #pragma unroll 1
     for (u32 job = cx.warp; job < jobs; job += kConsumerWarps) {
       const u32 query = job % cx.queries, n = start / 2 + job / cx.queries * 32 + cx.lane, neuron = first_neuron + n;
@@ -83,8 +81,7 @@ __device__ __forceinline__ void publish_gated_rows(Context<M>& cx, const Sums<Ga
       if (valid) {
         const u32 row = n / kNeurons * (2 * kNeurons) + n % kNeurons - start;
         const float* own_bias = bias ? bias + neuron / kNeurons * (2 * kNeurons) + neuron % kNeurons : nullptr;
-        const float factor = kFindsFactorApart<GateUp, M> ? found : control.factor[query];
-        value = gated<GateUp>(reduction.get(query, row), reduction.get(query, row + kNeurons), factor, own_bias);
+        value = gated<GateUp>(reduction.get(query, row), reduction.get(query, row + kNeurons), control.factor[query], own_bias);
       }
       publish_pair(now, query, neuron, cx.lane, valid, value);
     }
@@ -114,18 +111,33 @@ __device__ __forceinline__ void publish_gated(Context<M>& cx, const Sums<GateUp>
     publish_gated_rows<L>(cx, sums, units, first_neuron, bias);
   }
 }
-// Finds the norm's factor, and publishes neurons of the first tiles.
+// The norm's factors before gate_up.
+template <class GateUp, class M>
+struct MidFactors {
+  static constexpr bool kApart = kFindsFactorApart<GateUp, M>;
+  Scale<MidStream<M>> scale;
+
+  __device__ __forceinline__ void load(const Context<M>& cx) {
+    if constexpr (!kApart) scale.load(cx, cx.layers_done);
+  }
+  // After the multiply, for who publishes.
+  __device__ __forceinline__ void settle(Context<M>& cx) {
+    if constexpr (kApart) FoundFactor::wait(cx);
+    else scale.settle(cx, cx.layers_done);
+  }
+};
+// Settles the norm's factors, and publishes neurons of the first tiles.
 template <class L, u32 kCount, class GateUp, class M>
 struct FirstTiles {
   static constexpr u32 kTiles = kCount;
   Context<M>& cx;
   const Sums<GateUp>& sums;
-  Scale<MidStream<M>>& scale;
+  MidFactors<GateUp, M>& factors;
   u32 units, first_neuron;
   const float* bias;
 
   __device__ __forceinline__ void operator()() const {
-    scale.settle(cx, cx.layers_done);
+    factors.settle(cx);
     publish_gated_tiles<L, 0, kCount>(cx, sums, units, first_neuron, bias);
   }
 };
@@ -135,28 +147,27 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
   using GateUp = typename L::GateUp;
   constexpr bool kOneGroup = GateUp::kMaxUnits * GateUp::kUnitHalves <= 2 * GateUp::kTiles;
   static_assert(kOneGroup || GateUp::kUnitHalves == 2, "a unit is a tile where there are several groups");
+  static_assert(!kFindsFactorApart<GateUp, M> || (L::AttentionOutput::kUnits >= GateUp::kBlocks && GateUp::kUnits >= GateUp::kBlocks),
+                "all consumers of a block meet before they wait for the factor, and after it");
   cx.begin(Phase::kGateUp);
-  constexpr bool kApart = kFindsFactorApart<GateUp, M>;
-  static_assert(!kApart || GateUp::kUnits >= GateUp::kBlocks, "every block publishes, and so comes to know the new scale");
-  if (kApart && cx.thread == 0) FoundFactor::forget();
   cx.let_clean(cx.layers_done + cx.round - 1);
   const u32 units = GateUp::num_units(cx.block), first = GateUp::first_unit(cx.block) * kUnitNeurons<GateUp>;
   const float* bias = L::kMlpBias ? cx.vectors(L::vectors(layer)) + L::kVecGateUpBias : nullptr;
   GlobalOperand<GateUp> operand(stream_operand<MidStream<M>>(cx, cx.layers_done), cx, L::vectors(layer));
-  Scale<MidStream<M>> scale;
+  MidFactors<GateUp, M> factors;
   const auto arrived = [&] {
-    if constexpr (!kApart) scale.load(cx, cx.layers_done);
+    factors.load(cx);
     cx.arrived();
   };
   if constexpr (kOneGroup) {
     constexpr u32 kFirst = kFirstTiles<GateUp, M>;
     Sums<GateUp> sums;
     if constexpr (kFirst > 0) {
-      const FirstTiles<L, kFirst, GateUp, M> publish_first{cx, sums, scale, units, first, bias};
+      const FirstTiles<L, kFirst, GateUp, M> publish_first{cx, sums, factors, units, first, bias};
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived, publish_first);
     } else {
       multiply_owned<GateUp>(cx.ring, cx.warp, cx.lane, units, operand, sums, arrived);
-      if constexpr (!kApart) scale.settle(cx, cx.layers_done);
+      factors.settle(cx);
     }
     cx.mark();
     publish_gated<L, kFirst>(cx, sums, units, first, bias);
@@ -171,7 +182,7 @@ __device__ __forceinline__ void gate_up(L, Context<M>& cx, u32 layer) {
       if (GateUp::kSteps % GateUp::kDepth != 0 && group) ahead.fill(operand);
       Sums<GateUp> sums;
       multiply_group<GateUp>(cx.ring, cx.warp, cx.lane, tiles, operand, ahead, sums);
-      if (!kApart && group == 0) scale.settle(cx, cx.layers_done);
+      if (group == 0) factors.settle(cx);
       if (group + GateUp::kTiles >= units) cx.mark();
       publish_gated<L>(cx, sums, tiles, first + group * kUnitNeurons<GateUp>, bias);
     }

@@ -95,10 +95,9 @@ __device__ __forceinline__ void load_shared_if(bool wanted, uint4& v, u32 addres
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "r"(static_cast<u32>(wanted)), "r"(address) : "memory");
 }
 // What another warp may store meanwhile: volatile, or a loop that waits for it is taken for one that does not change anything.
-__device__ __forceinline__ uint4 look_at_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.volatile.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+__device__ __forceinline__ uint2 look_at_shared2(u32 address) {
+  uint2 v;
+  asm volatile("ld.volatile.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
 }
 __device__ __forceinline__ uint4 load_shared(u32 address) {
