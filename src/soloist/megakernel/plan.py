@@ -211,8 +211,9 @@ class Plan:
     @property
     def _has_four_bits(self) -> bool:
         """All layers are dense, with weights of 4 bits that are no super-blocks."""
-        formats = self._layer_formats
-        return not self.has_experts and all(f.value_bits == 4 and not f.super_block for f in formats)
+        if self.has_experts:
+            return False
+        return all(f.value_bits == 4 and not f.super_block for f in self._layer_formats)
 
     @property
     def _most_slots(self) -> int:

@@ -312,6 +312,7 @@ def built(
         [
             '#pragma once\n#include "ptx/types.cuh"',
             "constexpr bool kBf16 = true, kMovesRegisters = true;",
+            "constexpr u32 kBatch = 2;",
             *_constants(counts),
             *page_constants(),
             "struct Kernel {",

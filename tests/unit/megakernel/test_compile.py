@@ -548,6 +548,7 @@ QUANTISED = [
     ("llama-3.1-8b", Q4_K_M, "sm_90a", 1),
     ("llama-3.1-8b", "int4-zeros", "sm_86", MAX_QUERIES),
     ("llama-3.1-8b", "int4-permuted", "sm_120a", MAX_QUERIES),
+    ("qwen3-1.7b", "fp8", "sm_120a", 1),
 ]
 FORMATS = ("int4", "int8", "fp8", "int4-zeros", "int8-zeros", "fp8-block", "fp8-32")
 SLOW_QUANTISED = [
@@ -564,6 +565,12 @@ SLOW_QUANTISED = [
         for kind in ("int4", "int8", "fp8", "int4-zeros", "int4-permuted")
         for queries in (1, MAX_QUERIES)
         if ("llama-3.1-8b", kind, arch, queries) not in QUANTISED
+    ),
+    *(
+        ("qwen3-1.7b", kind, arch, 1)
+        for arch in ("sm_100a", "sm_120a")
+        for kind in ("int4", "int8", "fp8", "int4-zeros", "int8-zeros")
+        if ("qwen3-1.7b", kind, arch, 1) not in QUANTISED
     ),
 ]
 

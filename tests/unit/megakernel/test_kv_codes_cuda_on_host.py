@@ -278,8 +278,13 @@ KEPT = (
 )  # fmt: skip
 
 
-def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
-    """Attention of a model, in a build for so many queries."""
+def built(
+    shape: str, name: KvName | None, queries: int, folder: Path, *, keeps_query: bool = True
+) -> Built:
+    """Attention of a model, in a build for so many queries.
+
+    keeps_query: one query's rows stay in registers, as beside weights that are not quantised.
+    """
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ on Linux to compile the kernel's code for the host")
@@ -297,9 +302,11 @@ def built(shape: str, name: KvName | None, queries: int, folder: Path) -> Built:
         [
             '#pragma once\n#include "ptx/types.cuh"',
             "constexpr bool kBf16 = true, kMovesRegisters = true;",
+            "constexpr u32 kBatch = 1;",  # as elsewhere than on Hopper
             *_constants(counts),
             *page_constants(),
             "struct Kernel {",
+            f"static constexpr u32 kShConvertedBytes = {0 if keeps_query else 16};",
             *_constants({name: of_model[name] for name in KEPT}, "static "),
             *plan.kv_layout.members("static "),
             "};",
@@ -468,11 +475,12 @@ def test_attention_is_the_interpreters(
 def test_a_querys_bits_do_not_depend_on_its_neighbours(
     shape: str, name: KvName, tmp_path: Path
 ) -> None:
-    """Alone in a build for one query, alone in one for eight, and among eight."""
-    (tmp_path / "one").mkdir()
-    one, eight = (
-        built(shape, name, 1, tmp_path / "one"), built(shape, name, MAX_QUERIES, tmp_path)
-    )  # fmt: skip
+    """Alone in builds for one query, alone in one for eight, and among eight."""
+    for folder in ("one", "few"):
+        (tmp_path / folder).mkdir()
+    one = built(shape, name, 1, tmp_path / "one")
+    few = built(shape, name, 1, tmp_path / "few", keeps_query=False)
+    eight = built(shape, name, MAX_QUERIES, tmp_path)
     plan, dim, group = eight.plan, eight.plan.shape.head_dim, eight.group
     draw = torch.Generator().manual_seed(7)
     pool, table = pool_of(plan), torch.tensor([2, 0, 1], dtype=torch.int32)
@@ -496,3 +504,4 @@ def test_a_querys_bits_do_not_depend_on_its_neighbours(
         rows = slice(query * group, (query + 1) * group)
         assert torch.equal(attended(eight, rows, rows.start), together[rows])
         assert torch.equal(attended(one, rows, 0), together[rows])
+        assert torch.equal(attended(few, rows, 0), together[rows])

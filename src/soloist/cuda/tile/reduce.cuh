@@ -24,7 +24,8 @@ struct Reduction {
       buffer = reinterpret_cast<float*>(cx.shared.reduce() + (++cx.reductions % 2 ? behind : 0));
       return;
     }
-    alone = cx.queries > 2;
+    // Where threads have few registers none is left to count reductions.
+    alone = cx.queries > 2 || (kMostQueries > 1 && !kMovesRegisters);
     queries = alone ? (cx.queries <= 4 ? 4 : 8) : cx.queries;
     const u32 bytes = !alone ? M::kReduceBytes / 2 : wide ? M::kWideReduceBytes : M::kReduceBytes;
     const u32 most = bytes / 4 / kConsumerWarps / queries & ~31u;

@@ -50,11 +50,12 @@ template <class M>
 inline constexpr bool kParks = !kMovesRegisters || M::kWarpTiles * kSetDim<M> > 128;
 
 // One query's rows of a KV head in registers, where there are enough: the first half tile's. Values come eight times 8 dimensions at
-// once.
+// once. Beside weights that are quantised Hopper alone has room for them.
 inline constexpr u32 kValuesAtOnce = 8;
 template <class M>
 inline constexpr bool kKeepsQuery =
-    kMostQueries == 1 && !M::kWideQueries && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0;
+    kMostQueries == 1 && !M::kWideQueries && kMovesRegisters && kSetDim<M> % (8 * kValuesAtOnce) == 0 &&
+    (kBatch > 1 || M::kShConvertedBytes == 0);
 template <class M>
 struct QueryRows {
   uint4 low[M::kHeadDim / 32], high[M::kHeadDim / 32];
