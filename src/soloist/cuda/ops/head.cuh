@@ -54,6 +54,11 @@ __device__ __forceinline__ u32 first_id(const Params& params) {
   return M::kHasLanes ? own_lane<M>(params) * M::kShareVocab : M::kRanks > 1 ? params.rank * M::kShareVocab : 0;
 }
 
+template <class M>
+__device__ __forceinline__ float* logits_of_round(const Context<M>& cx) {
+  return cx.params.logits + cx.round * cx.params.launch->logits_round_stride;
+}
+
 // `shared_logits`: of several ranks each stores those that it makes to all.
 template <class M>
 __device__ __forceinline__ void head(Context<M>& cx, float* logits, bool shared_logits) {
@@ -87,7 +92,10 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits, bool shared_
     if (Head::kSteps % Head::kDepth != 0 && group) ahead.fill(operand);
     Sums<Head> sums;
     multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
-    if constexpr (!kMovesRegisters) cx.forget_addresses();  // or predicates that follow from them would be spilled
+    if constexpr (!kMovesRegisters) {  // or these, and predicates that follow from addresses, would be spilled
+      cx.forget_addresses();
+      logits = logits_of_round(cx);
+    }
     Reduction reduction(cx, Head::kTiles * 16, true);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
       if (cx.warp >= cx.queries) return;

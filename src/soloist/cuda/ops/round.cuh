@@ -121,7 +121,7 @@ __device__ __forceinline__ void consume(Context<M>& cx, const Barriers& barriers
     M::run_layers(cx);
     cx.begin(Phase::kHead);
     if constexpr (M::kMeets) meet(cx);
-    head(cx, cx.params.logits + cx.round * cx.params.launch->logits_round_stride, kSamples && kPeers > 1 && !sample_state<M>().apart);
+    head(cx, logits_of_round(cx), kSamples && kPeers > 1 && !sample_state<M>().apart);
     cx.begin(Phase::kChoose);
     if constexpr (kSamples) {
       cx.mark();
