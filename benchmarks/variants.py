@@ -2,7 +2,8 @@
 
 Each `--variant` sets figures of `Tuning`, constants of the kernel's header, or `cuda=FOLDER`, a
 changed copy of `src/soloist/cuda`; commas part them. All variants of a subject are loaded at once,
-and launches of each are timed in turn: so they share a card and what it is like at the time.
+and launches of each, with each number of columns, are timed in turns, in an order that is shuffled:
+so they share a card and what it is like at the time.
 `--compile` needs no GPU: it says what each variant's code takes. Weights are random; tokens mean
 nothing, and none of this is a speed that may be quoted.
 """
@@ -10,17 +11,19 @@ nothing, and none of this is a speed that may be quoted.
 import argparse
 import ast
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 from unittest import mock
+from zlib import crc32
 
 import torch
 
@@ -63,7 +66,7 @@ _ARCH = "sm_90a"
 _FIRST_TOKEN = 1000
 _PROMPT_TOKENS = 128
 _BLOCKS = "fp8-block"
-_FIELDS = {field.name: getattr(Tuning(), field.name) for field in fields(Tuning)}
+_FIELDS = {own.name: getattr(Tuning(), own.name) for own in fields(Tuning)}
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=5, help="of each variant")
     parser.add_argument("--launches", type=int, default=4, help="of a turn; power takes a second")
     parser.add_argument(
+        "--rest", type=float, default=0.0, help="seconds before each launch, for a cool card"
+    )
+    parser.add_argument(
         "--one-copy", action="store_true", help="of the weights, which all variants pack alike"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -254,29 +260,55 @@ def _time(name: str, shape: Shape, variants: Sequence[Variant], asked: argparse.
                 decoders.append(_launcher(plan, packed, positions, devices, _build(asked)))
                 if asked.temperature:
                     decoders[-1].prepare_sampling()
-    for context, columns in product(asked.context, asked.columns):
-        seen: dict[str, list[float]] = {variant.name: [] for variant in variants}
-        power = dict[str, str]()
-        for turn in range(asked.turns + 1):
-            for variant, decoder in zip(variants, decoders, strict=True):
-                # Looking takes time.
-                watched = gpu_uuid(devices[0]) if turn == asked.turns else None
-                with variant.in_force(), watching(watched) as watch:
-                    times = [
-                        _round_us(decoder, context, columns, asked) for _ in range(asked.launches)
-                    ]
-                if turn:  # the first one warms up
-                    seen[variant.name] += times
-                    if (clocks := watch.clocks) is not None:
-                        told = f"{clocks.power_w.median:.0f} W at {clocks.sm_mhz.median:.0f} MHz"
-                        power[variant.name] = told
+    for context in asked.context:
+        _time_from(context, name, list(zip(variants, decoders, strict=True)), devices[0], asked)
+
+
+@dataclass
+class _Seen:
+    """Of one variant with so many columns: round times in us, what the tokens are, and power."""
+
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    power: str = "unknown"
+
+
+def _time_from(
+    context: int,
+    name: str,
+    loaded: Sequence[tuple[Variant, Launcher]],
+    device: torch.device,
+    asked: argparse.Namespace,
+) -> None:
+    variants = [variant for variant, _ in loaded]
+    seen = {(v.name, columns): _Seen() for v in variants for columns in asked.columns}
+    jobs = list(product(loaded, asked.columns))
+    order = random.Random(context)  # noqa: S311
+    for turn in range(asked.turns + 1):
+        # At the limit of power a launch's time depends on the one before.
+        order.shuffle(jobs)
+        for (variant, decoder), columns in jobs:
+            own = seen[variant.name, columns]
+            # Looking takes time.
+            watched = gpu_uuid(device) if turn == asked.turns else None
+            with variant.in_force(), watching(watched) as watch:
+                times = [
+                    _round_us(decoder, context, columns, asked, own) for _ in range(asked.launches)
+                ]
+            if turn:  # the first one warms up
+                own.times += times
+                if (clocks := watch.clocks) is not None:
+                    own.power = f"{clocks.power_w.median:.0f} W at {clocks.sm_mhz.median:.0f} MHz"
+    for columns in asked.columns:
         what = f"{name}, {columns} columns from position {context} on"
         print(f"{what}, us a round; the last turn's power", flush=True)
-        first = median(seen[variants[0].name])
-        for given, times in seen.items():
-            told = power.get(given, "unknown")
-            spread = f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
-            print(f"    {spread:28} {median(times) / first - 1:+6.2%}  {told}  {given}", flush=True)
+        as_it_is = seen[variants[0].name, columns]
+        for variant in variants:
+            own = seen[variant.name, columns]
+            told = f"{median(own.times):.1f} ({min(own.times):.1f} to {max(own.times):.1f})"
+            more = f"{median(own.times) / median(as_it_is.times) - 1:+6.2%}  {own.power}"
+            other = "" if own.tokens == as_it_is.tokens else "other tokens  "
+            print(f"    {told:28} {more}  {other}{variant.name}", flush=True)
 
 
 def _plan(shape: Shape, devices: Sequence[torch.device]) -> Plan:
@@ -316,6 +348,7 @@ def _decoder(
         plan.share.num_layers, plan.shape.pool_kv_heads, plan.shape.head_dim, pages,
         TORCH_DTYPES[plan.dtype], device, plan.kv,
     )  # fmt: skip
+    torch.manual_seed(rank)  # the same for all variants
     pool.fill()
     rope = rope_table(plan.share.rope, plan.shape.head_dim, pages * PAGE_POSITIONS, device)
     decoder = Decoder(
@@ -335,7 +368,9 @@ def _weights(plan: Plan, shape: Shape, devices: Sequence[torch.device]) -> list[
     return [pack_weights(plan, *own) for own in zip(shares, devices, strict=True)]
 
 
-def _round_us(decoder: Launcher, context: int, columns: int, asked: argparse.Namespace) -> float:
+def _round_us(
+    decoder: Launcher, context: int, columns: int, asked: argparse.Namespace, seen: _Seen
+) -> float:
     """Mean of one launch, as the host sees tokens come."""
     choice, config = None, decoder.plan.model
     if asked.temperature:
@@ -343,8 +378,13 @@ def _round_us(decoder: Launcher, context: int, columns: int, asked: argparse.Nam
         counts = TokenCounts(config.vocab_size, random_prompt(config, _PROMPT_TOKENS))
         choice = Choice(params, counts)
     queries = [Query(0, context + c, [_FIRST_TOKEN], choice=choice) for c in range(columns)]
+    time.sleep(asked.rest)
     decoder.start(queries, asked.rounds)
-    times = [time.perf_counter() for _ in decoder.tokens()]
+    times, tokens = list[float](), list[list[int]]()
+    for chosen in decoder.tokens():
+        times.append(time.perf_counter())
+        tokens.append(chosen)
+    seen.tokens = crc32(str(tokens).encode())
     return (times[-1] - times[0]) / (asked.rounds - 1) * 1e6
 
 
