@@ -270,12 +270,24 @@ def test_16_bits_keep_their_slots() -> None:
 def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
     """On one GPU. Blocks that stream little ask for few in any case, and ranks by the ring."""
     config = replace(SMALL, tied_head=False)
-    little = [
-        make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
-        for formats in (None, formats_of(alike(config, "int4")))
-    ]
-    assert {(p.waiting_copies_in_flight, p.copies_in_flight) for p in little} == {(0, (2, 2, 2))}
-    assert {plan.quantized_batch_slots for plan in little} == {2}
+    little = {
+        kind: make_plan(
+            config, Dtype.BF16, TYPICAL["sm_90a"],
+            formats=formats_of(alike(config, kind)) if kind else None,
+        ).with_room_for(1, samples=False)
+        for kind in (None, "int4", "int8", "fp8")
+    }  # fmt: skip
+    assert {p.copies_in_flight for p in little.values()} == {(2, 2, 2)}
+    assert {k: p.waiting_copies_in_flight for k, p in little.items()} == {
+        None: 0, "int4": 1, "int8": 0, "fp8": 0,
+    }  # fmt: skip
+    assert {plan.quantized_batch_slots for plan in little.values()} == {2}
+    several = little["int4"].with_room_for(MAX_QUERIES, samples=False)
+    assert (several.waiting_copies_in_flight, several.copies_in_flight) == (0, (2, 2, 2))
+    elsewhere = make_plan(
+        config, Dtype.BF16, TYPICAL["sm_89"], formats=formats_of(alike(config, "int4"))
+    )
+    assert elsewhere.with_room_for(1, samples=False).waiting_copies_in_flight == 0
     plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
     assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
     much = planned("llama-3.1-8b", "int4", "sm_90a").with_room_for(1, samples=False)

@@ -272,9 +272,12 @@ class Plan:
             return 0
         if self._pauses:
             return self._pausing_copies[0]
-        few, most = tuning.few_layer_bytes, tuning.waiting_layer_bytes
-        differs = self._is_quantized and few < self.image.busiest_layer_bytes <= most
-        waiting = tuning.waiting_copies_in_flight
+        if self._streams_little:
+            waiting = tuning.few_waiting_copies_in_flight
+            differs = self.queries == 1 and self._has_four_bits
+        else:
+            waiting, most = tuning.waiting_copies_in_flight, tuning.waiting_layer_bytes
+            differs = self._is_quantized and self.image.busiest_layer_bytes <= most
         return waiting if differs and waiting < self.copies_in_flight[0] else 0
 
     @property

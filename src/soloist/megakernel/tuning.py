@@ -24,6 +24,8 @@ class Tuning:
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
+        few_waiting_copies_in_flight: while they wait, with one query of weights of 4 bits. Those
+            of 8 bits and more would come too late.
         several_copies_in_flight: with several queries of weights of 4 bits, on one GPU. Multiplies
             take longer than their weights do, and every block reads the activations of all queries
             from the L2.
@@ -99,6 +101,7 @@ class Tuning:
     pausing_copies_in_flight: tuple[int, int] = (2, 4)
     few_copies_in_flight: int = 2
     few_layer_bytes: int = 512 * 1024
+    few_waiting_copies_in_flight: int = 1
     several_copies_in_flight: int = 2
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
@@ -146,6 +149,7 @@ NEWER = replace(
     max_chains=2,
     batch_slots=1,
     few_quantized_batch_slots=1,
+    few_waiting_copies_in_flight=2,
     experts_release_late=False,
     several_release_late=False,
     several_short_reductions=False,
