@@ -1,9 +1,12 @@
 """The script that times variants of the kernel in turn: what a variant sets, and for how long."""
 
+import argparse
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from plan.shapes import etude
 from soloist.errors import SettingError
@@ -11,6 +14,7 @@ from soloist.jit.source import CUDA_ROOT
 from soloist.megakernel import kernel
 from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.header import Build
+from soloist.megakernel.launch import Query
 from soloist.megakernel.plan import make_plan
 from soloist.megakernel.tuning import HOPPER
 from soloist.model.dtype import Dtype
@@ -69,6 +73,43 @@ def test_a_subject_names_weights_and_head(variants) -> None:
     assert (name, shape.stored) == ("llama-3.2-1b", {})
     with pytest.raises(SystemExit, match=r"with one of fp8-block, int4, int8, fp8$"):
         variants.read_subject(f"{SHAPE}:int3", "bf16")
+
+
+class _Launches:
+    """In a decoder's stead: of as many rounds as are asked for, all with the same tokens."""
+
+    def __init__(self, token: int, order: list[tuple[int, int]]) -> None:
+        self.plan = make_plan(etude(), Dtype.BF16, HOPPER_GPU)
+        self._token, self._order = token, order
+
+    def start(self, queries: list[Query], rounds: int) -> None:
+        self._order.append((self._token, len(queries)))
+        self._made = [[self._token] * len(queries)] * rounds
+
+    def tokens(self) -> Iterator[list[int]]:
+        yield from self._made
+
+
+def test_launches_are_shuffled_and_other_tokens_are_told(variants, capsys) -> None:
+    order: list[tuple[int, int]] = []
+    given = ["", "copies_in_flight=2", "copies_in_flight=1"]
+    loaded = [
+        (variants.read_variant(name), _Launches(token, order))
+        for name, token in zip(given, (7, 7, 8), strict=True)
+    ]
+    asked = argparse.Namespace(
+        columns=[1, 8], turns=3, launches=1, rounds=4, rest=0.0, temperature=0.0
+    )
+    variants._time_from(128, "a model", loaded, torch.device("cpu"), asked)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[1] for line in told[::4]] == [
+        " 1 columns from position 128 on", " 8 columns from position 128 on",
+    ]  # fmt: skip
+    assert ["other tokens" in line for line in told] == [False, False, False, True] * 2
+    turns = [order[i : i + 6] for i in range(0, len(order), 6)]
+    assert len(turns) == 4
+    assert len({tuple(turn) for turn in turns}) > 1
+    assert all(sorted(turn) == sorted(turns[0]) for turn in turns)
 
 
 @pytest.mark.gpu
