@@ -268,7 +268,26 @@ def test_16_bits_keep_their_slots() -> None:
 
 
 def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
-    """On one GPU. Blocks that stream little ask for few in any case, and ranks by the ring."""
+    """On one GPU. Ranks ask by how much of the ring is free."""
+    plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
+    assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
+    much = planned("llama-3.1-8b", "int4", "sm_90a").with_room_for(1, samples=False)
+    assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (3, 3, 3))
+    assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
+    slow = planned("llama-3.1-8b", "super-mixed", "sm_90a")
+    assert (slow.waiting_copies_in_flight, slow.copies_in_flight) == (2, (4, 4, 4))
+    more = planned("llama-3.1-8b", "fp8", "sm_90a")
+    assert (more.waiting_copies_in_flight, more.copies_in_flight) == (0, (3, 3, 3))
+    ranks = make_plan(
+        model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"], ranks=2,
+        formats=formats_of(alike(model("llama-3.1-8b"), "int4")),
+    )  # fmt: skip
+    assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)
+    assert ranks.quantized_batch_slots == 1
+
+
+def test_one_query_of_four_bits_has_one_copy_while_blocks_of_small_layers_wait() -> None:
+    """On Hopper. Small layers have two copies else."""
     config = replace(SMALL, tied_head=False)
     little = {
         kind: make_plan(
@@ -288,21 +307,6 @@ def test_copies_of_quantised_weights_pause_where_blocks_stream_much() -> None:
         config, Dtype.BF16, TYPICAL["sm_89"], formats=formats_of(alike(config, "int4"))
     )
     assert elsewhere.with_room_for(1, samples=False).waiting_copies_in_flight == 0
-    plain = make_plan(model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"])
-    assert (plain.waiting_copies_in_flight, plain.copies_in_flight) == (0, (3, 3, 3))
-    much = planned("llama-3.1-8b", "int4", "sm_90a").with_room_for(1, samples=False)
-    assert (much.waiting_copies_in_flight, much.copies_in_flight) == (2, (3, 3, 3))
-    assert (much.head_copies_in_flight, much.quantized_batch_slots) == (3, 1)
-    slow = planned("llama-3.1-8b", "super-mixed", "sm_90a")
-    assert (slow.waiting_copies_in_flight, slow.copies_in_flight) == (2, (4, 4, 4))
-    more = planned("llama-3.1-8b", "fp8", "sm_90a")
-    assert (more.waiting_copies_in_flight, more.copies_in_flight) == (0, (3, 3, 3))
-    ranks = make_plan(
-        model("llama-3.1-8b"), Dtype.BF16, TYPICAL["sm_90a"], ranks=2,
-        formats=formats_of(alike(model("llama-3.1-8b"), "int4")),
-    )  # fmt: skip
-    assert (ranks.waiting_copies_in_flight, ranks.copies_in_flight[0]) == (0, 2)
-    assert ranks.quantized_batch_slots == 1
 
 
 def test_several_queries_of_four_bits_have_two_copies() -> None:

@@ -24,8 +24,8 @@ class Tuning:
         few_copies_in_flight: of blocks that stream at most `few_layer_bytes` of a layer. They wait
             for each other most of the time, and gain more by quick exchanges.
         few_layer_bytes: see above.
-        few_waiting_copies_in_flight: while they wait, with one query of weights of 4 bits. Those
-            of 8 bits and more would come too late.
+        few_waiting_copies_in_flight: of such blocks while they wait for others, with one query and
+            weights of 4 bits. Weights of more bits would come too late.
         several_copies_in_flight: with several queries of weights of 4 bits, on one GPU. Multiplies
             take longer than their weights do, and every block reads the activations of all queries
             from the L2.
