@@ -317,6 +317,32 @@ def test_several_queries_of_four_bits_have_two_copies() -> None:
         assert plan.head_copies_in_flight == 3
 
 
+def test_several_queries_of_four_bits_leave_memory_and_l2_to_who_attends() -> None:
+    """Slots are expected early, more of them hold pages, and blocks of large layers rest."""
+
+    def planned_for(name: str, kind: str, arch: str = "sm_90a", queries: int = MAX_QUERIES) -> Plan:
+        return planned(name, kind, arch).with_room_for(queries, samples=False)
+
+    def choices(plan: Plan) -> tuple[bool, int, int]:
+        return plan.expects_early, plan.page_batch_slots, plan.rest_cycles
+
+    large, little = planned_for("llama-3.1-8b", "int4"), planned_for("llama-3.2-1b", "int4")
+    assert (large.shared.ring_slots, little.shared.ring_slots) == (12, 12)
+    assert choices(large) == (True, 8, 7000)
+    assert choices(little) == (True, 8, 0)
+    (output,) = {
+        kind.operations["attention_output"].matrix.max_block_bytes for kind in large.image.kinds
+    }
+    assert output <= (12 - 8) * large.shared.slot_bytes
+    others = [
+        planned_for("llama-3.1-8b", "int4", queries=1),
+        planned_for("llama-3.1-8b", "int8"),
+        planned_for("llama-3.1-8b", "int4", "sm_89"),
+    ]
+    for plan in others:
+        assert choices(plan) == (False, plan.shared.ring_slots // 2, 0)
+
+
 def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
     formats = formats_of(alike(config, kind))
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)

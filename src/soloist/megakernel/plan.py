@@ -249,7 +249,7 @@ class Plan:
         if self.ranks == 1:
             if self._pauses:
                 return (self._pausing_copies[1],) * 3
-            if self.queries > 1 and self._has_four_bits:
+            if self._waits_for_instructions:
                 return (tuning.several_copies_in_flight,) * 3
             few = self._streams_little
             return (tuning.few_copies_in_flight if few else tuning.copies_in_flight,) * 3
@@ -279,6 +279,38 @@ class Plan:
             waiting, most = tuning.waiting_copies_in_flight, tuning.waiting_layer_bytes
             differs = self._is_quantized and self.image.busiest_layer_bytes <= most
         return waiting if differs and waiting < self.copies_in_flight[0] else 0
+
+    @property
+    def expects_early(self) -> bool:
+        """Whether a slot's bytes are expected before it is the turn of their copy.
+
+        Where few copies are in flight the next one follows sooner. One query loses by it.
+        """
+        return self.gpu.architecture.tuning.several_expect_early and self._waits_for_instructions
+
+    @property
+    def page_batch_slots(self) -> int:
+        """Slots of pages that a block attends to before it gives them back.
+
+        Half of the ring, since the other half is filled meanwhile. Where memory has time up to two
+        thirds: the rest has room for attention_output, whose weights come next.
+        """
+        ring, most = self.shared.ring_slots, self.gpu.architecture.tuning.several_page_slots
+        return max(ring // 2, min(most, ring * 2 // 3) if self._waits_for_instructions else 0)
+
+    @property
+    def rest_cycles(self) -> int:
+        """For how long blocks that do not attend ask for nothing while others do.
+
+        Small layers have no time for it.
+        """
+        rests = self._waits_for_instructions and not self._streams_little
+        return self.gpu.architecture.tuning.several_rest_cycles if rests else 0
+
+    @property
+    def _waits_for_instructions(self) -> bool:
+        """Multiplies of several queries take longer than their weights of 4 bits, on one GPU."""
+        return self.ranks == 1 and self.queries > 1 and self._has_four_bits
 
     @property
     def _streams_little(self) -> bool:

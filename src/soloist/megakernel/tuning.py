@@ -29,6 +29,13 @@ class Tuning:
         several_copies_in_flight: with several queries of weights of 4 bits, on one GPU. Multiplies
             take longer than their weights do, and every block reads the activations of all queries
             from the L2.
+        several_expect_early: of such weights, a slot's bytes are expected before it is the turn of
+            their copy, which takes fewer instructions then. One query loses by it.
+        several_page_slots: of KV pages that a block attends to before it gives them back, with such
+            weights, of two thirds of the ring at most; else half of it. More leave the weights of
+            attention_output no room.
+        several_rest_cycles: for how long blocks that do not attend ask the L2 for nothing while
+            others do, with such weights and more than `few_layer_bytes` of a layer.
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
             waits and while it multiplies. What they wait for is a choice of experts, and then the
             memory.
@@ -103,6 +110,9 @@ class Tuning:
     few_layer_bytes: int = 512 * 1024
     few_waiting_copies_in_flight: int = 1
     several_copies_in_flight: int = 2
+    several_expect_early: bool = True
+    several_page_slots: int = 8
+    several_rest_cycles: int = 7000
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
@@ -150,6 +160,9 @@ NEWER = replace(
     batch_slots=1,
     few_quantized_batch_slots=1,
     few_waiting_copies_in_flight=2,
+    several_expect_early=False,
+    several_page_slots=0,
+    several_rest_cycles=0,
     experts_release_late=False,
     several_release_late=False,
     several_short_reductions=False,

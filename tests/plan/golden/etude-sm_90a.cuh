@@ -399,6 +399,9 @@ struct Model {
   static constexpr unsigned kEmptyCopies = 2u;
   static constexpr unsigned kWaitingCopies = 0u;
   static constexpr unsigned kHeadCopies = 3u;
+  static constexpr bool kExpectsEarly = false;
+  static constexpr unsigned kPageBatchSlots = 6u;
+  static constexpr unsigned kRestCycles = 0u;
   static constexpr unsigned kFetchSlots = 0u;
   static constexpr unsigned kReduceBytes = 16384u;
   static constexpr unsigned kWideReduceBytes = 22528u;

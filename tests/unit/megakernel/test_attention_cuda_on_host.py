@@ -281,9 +281,12 @@ def plan_of(shape: str) -> Plan:
 
 
 def built(
-    plan: Plan, queries: int, folder: Path, attention_blocks: int = 0, ring_slots: int | None = None
+    plan: Plan, queries: int, folder: Path, attention_blocks: int = 0, **of_ring: int
 ) -> Built:
-    """Attention of a model, in a build for so many queries."""
+    """Attention of a model, in a build for so many queries.
+
+    `of_ring`: constants of the ring in place of the plan's.
+    """
     folder.mkdir(exist_ok=True)
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
@@ -295,7 +298,9 @@ def built(
     merging = "  merge_far(cx, layer, own_head(cx), own_place(cx));\n"  # once all blocks are there
     assert merging in of_attention
     begins = "  cx.begin(Phase::kAttention);\n"
-    of_attention = of_attention.replace(merging, "").replace(begins, "")
+    rests = "    rest_while_others_attend<M>(cx.queries);\n"
+    assert of_attention.count(rests) == 2, "wherever a block does not attend"
+    of_attention = of_attention.replace(merging, "").replace(begins, "").replace(rests, "")
     shape = plan.shape
     counts = {
         "kMaxQueries": MAX_QUERIES, "kMostQueries": queries, "kConsumerWarps": CONSUMER_WARPS,
@@ -304,9 +309,7 @@ def built(
         "kAttendedColumns": shape.query_heads * shape.head_dim,
         "kProjectedRows": (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim,
     }  # fmt: skip
-    of_model = _of_model(room, Build(queries=queries))
-    if ring_slots is not None:
-        of_model = {**of_model, "kRingSlots": ring_slots}
+    of_model = _of_model(room, Build(queries=queries)) | of_ring
     windows = ", ".join(str(x.attention.window or 0) for x in plan.model.layers)
     spec = "\n".join(
         [
@@ -442,7 +445,9 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
     # Blocks of their own attend to what is one split.
     beside = built(plan, 1, tmp_path / "beside", plan.shape.kv_heads)
     # With a window the new key may come after pages that fill the ring.
-    narrow = built(plan, 1, tmp_path / "narrow", plan.shape.kv_heads, ring_slots=2)
+    narrow = built(plan, 1, tmp_path / "narrow", plan.shape.kv_heads, kRingSlots=2)
+    more = plan.with_room_for(MAX_QUERIES, samples=False).shared.ring_slots * 2 // 3
+    longer = built(plan, MAX_QUERIES, tmp_path / "longer", kPageBatchSlots=more)
     for sequences, positions in ROUNDS.values():
         seen = Round(plan, sequences, positions)
         together = seen.attend(eight, layer)
@@ -450,6 +455,8 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
         assert float(error) < 0.01
         again = Round(plan, sequences, positions)
         assert torch.equal(again.attend(eight, layer, backwards=True), together)
+        in_longer_batches = Round(plan, sequences, positions).attend(longer, layer)
+        assert torch.equal(in_longer_batches, together)
         for query in (0, 4, 7):
             alone = slice(query, query + 1)
             apart = Round(plan, sequences, positions)

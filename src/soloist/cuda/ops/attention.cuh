@@ -48,12 +48,24 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
 
 inline constexpr u32 kAttentionMarks = 4;
 
+// What comes of attention is not there before so many cycles. Until then a block that does not attend leaves the L2 to others.
+template <class M>
+__device__ __forceinline__ void rest_while_others_attend(u32 queries) {
+  if constexpr (M::kRestCycles > 0 && kAblation == 0) {
+    if (queries == 1) return;
+    const u32 since = static_cast<u32>(clock_cycles());
+    do nap();
+    while (static_cast<u32>(clock_cycles()) - since < M::kRestCycles);
+  }
+}
+
 // `layer` is a reference: where threads have few registers it is parked meanwhile.
 template <class L, class M>
 __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
   cx.begin(Phase::kAttention);
   if (own_head(cx) >= M::kKvHeads) {
     for (u32 i = 0; i < kAttentionMarks; ++i) cx.mark();
+    rest_while_others_attend<M>(cx.queries);
     return;
   }
   u32 own = 0, stored = 0;  // groups to attend to, and queries to store
@@ -89,6 +101,7 @@ __device__ __forceinline__ void attention(L, Context<M>& cx, u32& layer) {
     cx.mark();
   } else {
     for (u32 i = 1; i < kAttentionMarks; ++i) cx.mark();
+    rest_while_others_attend<M>(cx.queries);
   }
   merge_far(cx, layer, own_head(cx), own_place(cx));
   cx.mark();

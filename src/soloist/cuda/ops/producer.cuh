@@ -93,12 +93,16 @@ struct Producer {
     // Pairs with Ring::release in all consumer warps.
     if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
+    // Where it may be, a slot is expected before it is the copy's turn, which takes fewer instructions then.
+    constexpr bool kIsExpected = M::kExpectsEarly && kStagingLanes == 1 && !Row::kSkipsPadding;
+    if constexpr (kIsExpected) mbarrier_expect(slots.full + slot * 8, bytes);
     if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && issued >= in_flight) {
       const bool wraps = slot < in_flight;
       const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
     }
     if constexpr (Row::kSkipsPadding) stage_without_padding<Row>(slots.base + slot * M::kSlotBytes, source, slots.full + slot * 8, policy);
+    else if constexpr (kIsExpected) copy_expected(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy);
     else stage(slots.base + slot * M::kSlotBytes, source, bytes, slots.full + slot * 8, policy, lane);
     if (++slot == M::kRingSlots) {
       slot = 0;

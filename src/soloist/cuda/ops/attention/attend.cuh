@@ -107,10 +107,9 @@ struct Batch {
  private:
   __device__ __forceinline__ u32 origin() const { return M::kPageSlot ? begin & ~1u : begin; }
 };
-// An attention block has all of the ring, since it has time until the next layer. Otherwise half of it: the other half is filled
-// meanwhile.
+// An attention block has all of the ring, since it has time until the next layer. Otherwise the rest of it is filled meanwhile.
 template <bool kOnlyAttends, class M>
-inline constexpr u32 kBatchSlots = kOnlyAttends ? M::kRingSlots : M::kRingSlots / 2;
+inline constexpr u32 kBatchSlots = kOnlyAttends ? M::kRingSlots : M::kPageBatchSlots;
 
 // New keys and values of several queries join a batch, where they lie in one of its half pages: one to each warp. All warps wait for that.
 template <class M>
