@@ -53,7 +53,9 @@ __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u
 }
 
 __device__ __forceinline__ void fetch_to_l2(const u8*, u32) {}  // no plan asks for it
-__device__ __forceinline__ void copy_expected(u32, const u8*, u32, u32, u64) {}  // nor for it
+// Nor for these.
+__device__ __forceinline__ void mbarrier_expect(u32, u32) {}
+__device__ __forceinline__ void copy_expected(u32, const u8*, u32, u32, u64) {}
 
 // cp.async belongs to the same (generic) proxy as ordinary accesses, and .cg reads past the L1: barriers alone
 // order them, no fence exists or is needed.
