@@ -296,7 +296,9 @@ class Plan:
         thirds: the rest has room for attention_output, whose weights come next.
         """
         ring, most = self.shared.ring_slots, self.gpu.architecture.tuning.several_page_slots
-        return max(ring // 2, min(most, ring * 2 // 3) if self._waits_for_instructions else 0)
+        if not self._waits_for_instructions:
+            return ring // 2
+        return max(ring // 2, min(ring * 2 // 3, most))
 
     @property
     def rest_cycles(self) -> int:

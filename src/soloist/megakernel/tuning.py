@@ -31,9 +31,9 @@ class Tuning:
             from the L2.
         several_expect_early: of such weights, a slot's bytes are expected before it is the turn of
             their copy, which takes fewer instructions then. One query loses by it.
-        several_page_slots: of KV pages that a block attends to before it gives them back, with such
-            weights, of two thirds of the ring at most; else half of it. More leave the weights of
-            attention_output no room.
+        several_page_slots: with such weights, slots of KV pages that a block attends to before it
+            gives them back; at most two thirds of the ring, at least half. More leave the weights
+            of attention_output no room.
         several_rest_cycles: for how long blocks that do not attend ask the L2 for nothing while
             others do, with such weights and more than `few_layer_bytes` of a layer.
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block

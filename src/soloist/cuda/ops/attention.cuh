@@ -48,7 +48,7 @@ __device__ __forceinline__ void qkv(L, Context<M>& cx, u32 layer) {
 
 inline constexpr u32 kAttentionMarks = 4;
 
-// What comes of attention is not there before so many cycles. Until then a block that does not attend leaves the L2 to others.
+// Blocks that attend take longer than so many cycles. Until then a block that does not attend leaves the L2 to them.
 template <class M>
 __device__ __forceinline__ void rest_while_others_attend(u32 queries) {
   if constexpr (M::kRestCycles > 0 && kAblation == 0) {

@@ -93,7 +93,7 @@ struct Producer {
     // Pairs with Ring::release in all consumer warps.
     if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
-    // Where it may be, a slot is expected before it is the copy's turn, which takes fewer instructions then.
+    // The barrier may expect the slot's bytes already here: then the copy takes fewer instructions once it is its turn.
     constexpr bool kIsExpected = M::kExpectsEarly && kStagingLanes == 1 && !Row::kSkipsPadding;
     if constexpr (kIsExpected) mbarrier_expect(slots.full + slot * 8, bytes);
     if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && issued >= in_flight) {
