@@ -235,6 +235,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kExpectsEarly": plan.expects_early,
         "kPageBatchSlots": plan.page_batch_slots,
         "kRestCycles": plan.rest_cycles,
+        "kHasWayForFew": plan.has_way_for_few,
         "kFetchSlots": plan.fetch_slots,
         "kReduceBytes": shared.reduce_bytes,
         "kWideReduceBytes": shared.wide_reduce_bytes,

@@ -310,6 +310,16 @@ class Plan:
         return self.gpu.architecture.tuning.several_rest_cycles if rests else 0
 
     @property
+    def has_way_for_few(self) -> bool:
+        """Whether a warp that takes one tile of rows has code of its own for half of one.
+
+        Of heads with 128 values, which gain by it; with 96 the code costs more than it saves.
+        Mixtures were not timed.
+        """
+        gains = self.shape.head_dim == 128 and not self.has_experts
+        return self.gpu.architecture.tuning.several_few_rows and gains and self._waits_for_instructions
+
+    @property
     def _waits_for_instructions(self) -> bool:
         """Multiplies of several queries take longer than their weights of 4 bits, on one GPU."""
         return self.ranks == 1 and self.queries > 1 and self._has_four_bits

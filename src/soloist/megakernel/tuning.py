@@ -36,6 +36,8 @@ class Tuning:
             of attention_output no room.
         several_rest_cycles: for how long blocks that do not attend ask the L2 for nothing while
             others do, with such weights and more than `few_layer_bytes` of a layer.
+        several_few_rows: with such weights and heads of 128 values, attention has code of its own
+            for one query's rows.
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
             waits and while it multiplies. What they wait for is a choice of experts, and then the
             memory.
@@ -113,6 +115,7 @@ class Tuning:
     several_expect_early: bool = True
     several_page_slots: int = 8
     several_rest_cycles: int = 7000
+    several_few_rows: bool = True
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
@@ -163,6 +166,7 @@ NEWER = replace(
     several_expect_early=False,
     several_page_slots=0,
     several_rest_cycles=0,
+    several_few_rows=False,
     experts_release_late=False,
     several_release_late=False,
     several_short_reductions=False,

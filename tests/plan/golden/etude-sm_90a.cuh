@@ -402,6 +402,7 @@ struct Model {
   static constexpr bool kExpectsEarly = false;
   static constexpr unsigned kPageBatchSlots = 6u;
   static constexpr unsigned kRestCycles = 0u;
+  static constexpr bool kHasWayForFew = false;
   static constexpr unsigned kFetchSlots = 0u;
   static constexpr unsigned kReduceBytes = 16384u;
   static constexpr unsigned kWideReduceBytes = 22528u;

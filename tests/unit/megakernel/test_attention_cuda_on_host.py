@@ -33,7 +33,7 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 # (query heads, KV heads, D, SMs): narrow and wide queries; a warp has one tile or two, of all of a
 # head's values or of a part.
 SHAPES = {
-    "eight": (8, 1, 128, 8), "twelve": (12, 1, 128, 8), "sixteen": (16, 1, 128, 8),
+    "four": (4, 1, 128, 8), "eight": (8, 1, 128, 8), "twelve": (12, 1, 128, 8), "sixteen": (16, 1, 128, 8),
     "nine of 64": (9, 1, 64, 4), "sixteen of 64": (16, 1, 64, 4), "twelve of 96": (12, 1, 96, 4),
     "sixteen of 32": (16, 1, 32, 4),
 }  # fmt: skip
@@ -281,12 +281,9 @@ def plan_of(shape: str) -> Plan:
 
 
 def built(
-    plan: Plan, queries: int, folder: Path, attention_blocks: int = 0, **of_ring: int
+    plan: Plan, queries: int, folder: Path, attention_blocks: int = 0, **constants: int
 ) -> Built:
-    """Attention of a model, in a build for so many queries.
-
-    `of_ring`: constants of the ring in place of the plan's.
-    """
+    """Attention of a model, in a build for so many queries, with `constants` for the plan's."""
     folder.mkdir(exist_ok=True)
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
@@ -309,7 +306,7 @@ def built(
         "kAttendedColumns": shape.query_heads * shape.head_dim,
         "kProjectedRows": (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim,
     }  # fmt: skip
-    of_model = _of_model(room, Build(queries=queries)) | of_ring
+    of_model = _of_model(room, Build(queries=queries)) | constants
     windows = ", ".join(str(x.attention.window or 0) for x in plan.model.layers)
     spec = "\n".join(
         [
@@ -447,7 +444,7 @@ def test_attention_is_its_definition_and_a_querys_bits_its_own(
     # With a window the new key may come after pages that fill the ring.
     narrow = built(plan, 1, tmp_path / "narrow", plan.shape.kv_heads, kRingSlots=2)
     more = plan.with_room_for(MAX_QUERIES, samples=False).shared.ring_slots * 2 // 3
-    longer = built(plan, MAX_QUERIES, tmp_path / "longer", kPageBatchSlots=more)
+    longer = built(plan, MAX_QUERIES, tmp_path / "longer", kPageBatchSlots=more, kHasWayForFew=True)
     for sequences, positions in ROUNDS.values():
         seen = Round(plan, sequences, positions)
         together = seen.attend(eight, layer)

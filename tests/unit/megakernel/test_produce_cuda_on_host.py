@@ -78,6 +78,8 @@ inline void stage(u32 shared, const u8* source, u32 bytes, u32 barrier, u64, u32
 }
 inline void mbarrier_expect(u32, u32) { std::abort(); }
 inline void copy_expected(u32, const u8*, u32, u32, u64) { std::abort(); }
+inline u32 elected_lane() { return 0; }
+inline bool is_elected() { return true; }
 inline u64 read_once_policy() { return 0; }
 inline u64 clock_cycles() { return 0; }
 inline void fetch_to_l2(const u8*, u32) { std::abort(); }

@@ -118,7 +118,7 @@ __device__ __noinline__ void attend_rounds(const Params& params, Control* contro
 template <class M>
 __device__ __forceinline__ void produce_pages(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                               u32 round_barrier, u32 lane) {
-  Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
+  Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, staging_lane<M>(), 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;

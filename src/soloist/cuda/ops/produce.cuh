@@ -94,7 +94,7 @@ __device__ __forceinline__ bool stream_chosen(Producer<M>& p, const ExpertSlots<
 #pragma unroll 1
         for (u32 n = 0; n < count; ++n) {
           const u8* source = of_lane(own, n);
-          if (p.lane == 0) p.template copy<false>(source, L::kTileBytes);
+          if (p.stages()) p.template copy<false>(source, L::kTileBytes);
         }
       } else {
         const u64 within = L::kGateUpBytes + static_cast<u64>(Down::first_unit(block)) * L::kRowBytes;
@@ -102,7 +102,7 @@ __device__ __forceinline__ bool stream_chosen(Producer<M>& p, const ExpertSlots<
 #pragma unroll 1
         for (u32 n = 0; n < L::kChosen; ++n) {
           const u8* source = of_lane(own, n);
-          if (p.lane == 0) p.template copy<false, Down>(source, 0);
+          if (p.stages()) p.template copy<false, Down>(source, 0);
         }
       }
       __syncwarp();
@@ -146,7 +146,7 @@ template <class M>
 __device__ __forceinline__ void produce(const Params& params, Control* control, volatile Where* where, const Slots& slots,
                                         u32 round_barrier, u32 chosen_barrier, u32 lane) {
   [[maybe_unused]] u32 choices = 0;
-  Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, 0, 0, 0, false, nullptr, 0};
+  Producer<M> p{params, slots, where, &control->waits, read_once_policy(), lane, staging_lane<M>(), 0, 0, 0, false, nullptr, 0};
 #pragma unroll 1
   for (u32 round = 0; round < params.launch->rounds; ++round) {
     where->producer_round = round;

@@ -33,6 +33,16 @@ __device__ __forceinline__ Part part_of_phase(const u8* image, u32 layer, u32 ph
   return part;
 }
 
+// The compiler makes half as many instructions of a copy that an elected lane asks for. Several queries of 4 bits, which wait for
+// instructions, gain by it; a mixture with one query takes longer.
+template <class M>
+inline constexpr bool kCopiesShortly = M::kExpectsEarly && M::kMostSlots == 0;
+template <class M>
+__device__ __forceinline__ u32 staging_lane() {
+  if constexpr (kCopiesShortly<M>) return elected_lane();
+  else return 0;
+}
+
 template <class M>
 struct Producer {
   const Params& params;
@@ -40,11 +50,13 @@ struct Producer {
   volatile Where* where;
   const volatile u32* waits;  // the consumers', of other blocks
   u64 policy;
-  u32 lane;
+  u32 lane, staging;  // staging: the lane that stages, where one does
   u32 slot, parity, issued;
   bool of_head;        // what is streamed now
   const u8* fetched;   // the end of what came to the L2 ahead of its copy
   u32 fetched_at;      // cycles
+
+  __device__ __forceinline__ bool stages() const { return kStagingLanes > 1 || lane == staging; }
 
   // Until the slot is free. Meanwhile what comes after `source` is fetched to the L2, as fast as memory gives it, so that
   // memory need not rest while the ring is full and hurry when blocks exchange results.
@@ -91,12 +103,13 @@ struct Producer {
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    if (kOfPage || of_head) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (kOfPage || of_head || (kCopiesShortly<M> && M::kFetchSlots == 0)) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
     // The barrier may expect the slot's bytes already here: then the copy takes fewer instructions once it is its turn.
     constexpr bool kIsExpected = M::kExpectsEarly && kStagingLanes == 1 && !Row::kSkipsPadding;
     if constexpr (kIsExpected) mbarrier_expect(slots.full + slot * 8, bytes);
-    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && issued >= in_flight) {
+    // A slot that was never copied to counts as full of its last phase.
+    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && (kCopiesShortly<M> || issued >= in_flight)) {
       const bool wraps = slot < in_flight;
       const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
@@ -114,7 +127,7 @@ struct Producer {
 
   // Slots `begin` ... `end - 1` of this block's part of a matrix, one after the other; the last one may be half a slot.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
-    if (lane < kStagingLanes) {
+    if (kCopiesShortly<M> ? is_elected() : stages()) {
       // Where all matrices have one format the compiler knows how much a slot takes.
       const u32 slot_bytes = M::kWeightSlotBytes ? M::kWeightSlotBytes : part.slot_bytes;
       const u32 bytes = part.halves * part.steps * (M::kHalfTileBytes ? M::kHalfTileBytes : part.half_bytes);
@@ -128,7 +141,7 @@ struct Producer {
   // A row of tiles that fits a slot, without padding.
   template <class Op>
   __device__ __forceinline__ void row_without_padding(const u8* source) {
-    if (lane < kStagingLanes) copy<false, Op>(source, 0);
+    if (stages()) copy<false, Op>(source, 0);
     __syncwarp();
   }
 
@@ -154,7 +167,7 @@ struct Producer {
 #pragma unroll 1
         for (u32 i = 0; i < 32 && walk.any(); ++i, walk.next()) {
           const i32 page = __shfl_sync(~0u, id, i);
-          if (lane >= kStagingLanes) continue;
+          if (!stages()) continue;
           // One copy for a page that fits a slot, else one for each half page.
           const u32 first = walk.first_half_page(), last = walk.last_half_page();
 #pragma unroll 1
@@ -171,7 +184,7 @@ struct Producer {
 
   // Copies that no one will consume must land before the block ends.
   __device__ __forceinline__ void drain(u32 count) {
-    if (lane >= kStagingLanes || kAblation >= kNoStream) return;
+    if (!stages() || kAblation >= kNoStream) return;
     for (u32 i = 0; i < count; ++i) {
       if (slot == 0) {
         slot = M::kRingSlots;

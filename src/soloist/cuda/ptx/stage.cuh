@@ -16,6 +16,19 @@ __device__ __forceinline__ u64 read_once_policy() {
 #if __CUDA_ARCH__ >= 900
 inline constexpr u32 kStagingLanes = 1;
 
+// The lane that all lanes of the warp elect, always the same one; and whether this is it. Where it is asked right there, the compiler knows
+// that the lane is alone and makes no loop over lanes of a copy, which takes half as many instructions then.
+__device__ __forceinline__ u32 elected_lane() {
+  u32 lane;
+  asm volatile("{ .reg .pred p; elect.sync %0|p, 0xffffffff; }" : "=r"(lane));
+  return lane;
+}
+__device__ __forceinline__ bool is_elected() {
+  u32 elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected != 0;
+}
+
 // A copy of bytes that the barrier expects.
 __device__ __forceinline__ void copy_expected(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy) {
   // To shared::cta: a copy to shared::cluster is a call of the system on sm_120.
@@ -41,6 +54,10 @@ __device__ __forceinline__ void fence_async_proxy_shared() {
 }
 #else
 inline constexpr u32 kStagingLanes = 32;
+
+// No lane is alone: all of them stage.
+__device__ __forceinline__ u32 elected_lane() { return 0; }
+__device__ __forceinline__ bool is_elected() { return true; }
 
 // `bytes` is a multiple of 16.
 __device__ __forceinline__ void stage(u32 shared, const u8* global, u32 bytes, u32 barrier, u64 policy, u32 lane) {

@@ -19,9 +19,10 @@ inline constexpr u32 kSetDim = M::kHeadDim / kValueSets<M>;
 // Rows 0 … 7 of a tile, and 8 … 15 where there may be so many.
 template <class M>
 inline constexpr u32 kRowHalves = kMostQueries * M::kGroup > 8 ? 2 : 1;
-// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much.
+// A warp that takes several tiles knows a way for up to 8 rows, such as one query's: it multiplies a quarter as much. Where instructions
+// are what is waited for a warp that takes one tile does, too: it weighs half as much.
 template <class M>
-inline constexpr bool kKnowsFewRows = M::kWarpTiles > 1 && !M::kWideQueries;
+inline constexpr bool kKnowsFewRows = (M::kWarpTiles > 1 || (M::kHasWayForFew && kRowHalves<M> > 1)) && !M::kWideQueries;
 
 // A group's rows may begin in the upper half of a tile: four queries together with half a tile each.
 template <class M>
