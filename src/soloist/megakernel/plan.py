@@ -316,8 +316,9 @@ class Plan:
         Of heads with 128 values, which gain by it; with 96 the code costs more than it saves.
         Mixtures were not timed.
         """
+        tuning = self.gpu.architecture.tuning
         gains = self.shape.head_dim == 128 and not self.has_experts
-        return self.gpu.architecture.tuning.several_few_rows and gains and self._waits_for_instructions
+        return tuning.several_few_rows and gains and self._waits_for_instructions
 
     @property
     def _waits_for_instructions(self) -> bool:

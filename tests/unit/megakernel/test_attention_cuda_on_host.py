@@ -33,7 +33,8 @@ from unit.megakernel.test_sample_cuda_on_host import CUDA, MEMORY
 # (query heads, KV heads, D, SMs): narrow and wide queries; a warp has one tile or two, of all of a
 # head's values or of a part.
 SHAPES = {
-    "four": (4, 1, 128, 8), "eight": (8, 1, 128, 8), "twelve": (12, 1, 128, 8), "sixteen": (16, 1, 128, 8),
+    "four": (4, 1, 128, 8), "eight": (8, 1, 128, 8), "twelve": (12, 1, 128, 8),
+    "sixteen": (16, 1, 128, 8),
     "nine of 64": (9, 1, 64, 4), "sixteen of 64": (16, 1, 64, 4), "twelve of 96": (12, 1, 96, 4),
     "sixteen of 32": (16, 1, 32, 4),
 }  # fmt: skip
