@@ -343,6 +343,25 @@ def test_several_queries_of_four_bits_leave_memory_and_l2_to_who_attends() -> No
         assert choices(plan) == (False, plan.shared.ring_slots // 2, 0)
 
 
+def test_several_queries_of_four_bits_have_a_way_for_one_querys_rows() -> None:
+    """With heads of 128 values, and no experts: others lose by it, or nobody has timed them."""
+
+    def has_way(name: str, kind: str, arch: str = "sm_90a", queries: int = MAX_QUERIES) -> bool:
+        plan = planned(name, kind, arch).with_room_for(queries, samples=False)
+        return plan.has_way_for_few
+
+    assert has_way("llama-3.1-8b", "int4")
+    assert has_way("qwen3-1.7b", "int4")
+    assert not has_way("laneformer-2b-as-llama", "int4")
+    assert not has_way("llama-3.2-1b", "int4")
+    assert not has_way("llama-3.1-8b", "int4", queries=1)
+    assert not has_way("llama-3.1-8b", "int8")
+    assert not has_way("llama-3.1-8b", "int4", "sm_89")
+    heads = [replace(x, attention=replace(x.attention, head_dim=128)) for x in MIXTURE.layers]
+    mixture = of_experts("int4", replace(MIXTURE, layers=tuple(heads)))
+    assert not mixture.with_room_for(MAX_QUERIES, samples=False).has_way_for_few
+
+
 def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:
     formats = formats_of(alike(config, kind))
     plan = make_plan(config, Dtype.BF16, TYPICAL["sm_90a"], formats=formats)
