@@ -109,14 +109,20 @@ def write(folder: Path, shapes: Path = SHAPES) -> None:
     print(f"{time.monotonic() - start:6.1f} s  {folder}: {size / 1e9:.2f} GB", flush=True)
 
 
+def config_of(shape: Path, made: Form) -> dict[str, Any]:
+    """The config.json of a shape in such a form."""
+    config = plain_config(shape) | {"torch_dtype": "bfloat16"}
+    if made.config is not None:
+        config["quantization_config"] = made.config
+    if made.head is not None:
+        config["tie_word_embeddings"] = False
+    return config
+
+
 def _in_form(made: Form) -> Writer:
     def write_to(folder: Path, shape: Path) -> None:
-        config = plain_config(shape) | {"torch_dtype": "bfloat16"}
-        if made.config is not None:
-            config["quantization_config"] = made.config
-        if made.head is not None:
-            config["tie_word_embeddings"] = False
-        write_model(folder, config, _stored(shape, made, outliers=folder.name.endswith(OUTLIERS)))
+        stored = _stored(shape, made, outliers=folder.name.endswith(OUTLIERS))
+        write_model(folder, config_of(shape, made), stored)
 
     return write_to
 
