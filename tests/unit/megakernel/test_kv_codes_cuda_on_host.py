@@ -274,7 +274,7 @@ class Built:
 
 KEPT = (
     "kQueryHeads", "kKvHeads", "kGroup", "kHeadDim", "kScoreScale", "kRowTiles", "kWarpTiles",
-    "kSoftmaxLanes", "kWideQueries", "kQueryRows", "kQueriesTogether",
+    "kSoftmaxLanes", "kWideQueries", "kHasWayForFew", "kQueryRows", "kQueriesTogether",
 )  # fmt: skip
 
 
