@@ -42,8 +42,7 @@ Run = Callable[[str, Sequence[str]], Done]
 def main(given: Sequence[str] | None = None) -> int:
     """Exit status: 0 where every file is complete."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("suite", choices=sorted(SUITES))
-    parser.add_argument("--only", nargs="+", metavar="FILE", help="some of the suite's files")
+    add_choice(parser)
     parser.add_argument(
         "--parts", type=Path, default=ROOT / "build" / "parts",
         help="folder for what commands measured; those that are there are not run again",
@@ -59,11 +58,7 @@ def main(given: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     asked = parser.parse_args(given)
     run = _run_here if asked.in_process else _run_apart
-    files = SUITES[asked.suite]
-    unknown = sorted({*(asked.only or ())} - {*files})
-    if unknown:
-        parser.error(f"--only {', '.join(unknown)}: the suite has {', '.join(files)}")
-    wanted = {name: file for name, file in files.items() if not asked.only or name in asked.only}
+    wanted = chosen_files(parser, asked)
     missing = [c for name, file in wanted.items() for c in _to_run(name, file, asked.parts)]
     folders = Folders(missing, run, deletes=asked.delete_folders)
     incomplete = [
@@ -74,6 +69,21 @@ def main(given: Sequence[str] | None = None) -> int:
     for name in incomplete:
         print(f"{name}: not all of its commands succeeded, so it stays as it is")
     return 1 if incomplete else 0
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Arguments that choose files, for `chosen_files`."""
+    parser.add_argument("suite", choices=sorted(SUITES))
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="some of the suite's files")
+
+
+def chosen_files(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> dict[str, File]:
+    """The files that are asked for, by name; names that the suite lacks end the program."""
+    files = SUITES[asked.suite]
+    unknown = sorted({*(asked.only or ())} - {*files})
+    if unknown:
+        parser.error(f"--only {', '.join(unknown)}: the suite has {', '.join(files)}")
+    return {name: file for name, file in files.items() if not asked.only or name in asked.only}
 
 
 def _record(

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quantized_folders import FORMS, SHAPES, config_of
-from record import ROOT
+from record import ROOT, add_choice, chosen_files
 from soloist.bench.subject import Shape, read_shape, shape_dtype
 from soloist.device import usable_cores
 from soloist.engine.compiling import compile_kernels
@@ -27,7 +27,7 @@ from soloist.megakernel.gpu import TYPICAL
 from soloist.megakernel.plan import Plan
 from soloist.model.quantized import Codes
 from soloist.weights.choice import Rounding
-from suites import QUANTIZED, SUITES
+from suites import QUANTIZED
 
 _ARCH = "sm_90a"  # of all suites with GPUs
 
@@ -35,16 +35,13 @@ _ARCH = "sm_90a"  # of all suites with GPUs
 def main(given: Sequence[str] | None = None) -> int:
     """Exit status: 0 once all are compiled."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("suite", choices=sorted(SUITES))
-    parser.add_argument("--only", nargs="+", metavar="FILE", help="some of the suite's files")
+    add_choice(parser)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="the cache to fill"
     )
     asked = parser.parse_args(given)
-    files = SUITES[asked.suite]
-    if unknown := sorted({*(asked.only or ())} - {*files}):
-        parser.error(f"--only {', '.join(unknown)}: the suite has {', '.join(files)}")
-    commands = [c for name in asked.only or files for c in files[name].commands]
+    files = chosen_files(parser, asked).values()
+    commands = [command for file in files for command in file.commands]
     for command, plan in plans(commands):
         if plan is None:
             print(f"left out: soloist {command}", flush=True)
