@@ -120,9 +120,10 @@ def model(name: str) -> ModelConfig:
     return replace(config, tied_head=False)
 
 
-def planned(name: str, kind: str, arch: str) -> Plan:
+def planned(name: str, kind: str | None, arch: str, ranks: int = 1) -> Plan:
     config = model(name)
-    return make_plan(config, Dtype.BF16, TYPICAL[arch], formats=formats_of(alike(config, kind)))
+    formats = formats_of(alike(config, kind)) if kind else None
+    return make_plan(config, Dtype.BF16, TYPICAL[arch], ranks, formats)
 
 
 @pytest.mark.parametrize("arch", TYPICAL)
@@ -360,6 +361,28 @@ def test_several_queries_of_four_bits_have_a_way_for_one_querys_rows() -> None:
     heads = [replace(x, attention=replace(x.attention, head_dim=128)) for x in MIXTURE.layers]
     mixture = of_experts("int4", replace(MIXTURE, layers=tuple(heads)))
     assert not mixture.with_room_for(MAX_QUERIES, samples=False).has_way_for_few
+
+
+def test_an_elected_lane_asks_for_copies_of_eight_bits_and_of_several_queries_of_four() -> None:
+    """Not where a mixture loses by it, nor in builds that nobody has tested with it."""
+
+    def elects(
+        name: str, kind: str | None, arch: str = "sm_90a", queries: int = 1, ranks: int = 1
+    ) -> bool:
+        plan = planned(name, kind, arch, ranks).with_room_for(queries, samples=False)
+        return plan.elects_lane
+
+    for kind in ("fp8", "int8"):
+        assert elects("llama-3.1-8b", kind)
+        assert elects("llama-3.1-8b", kind, queries=MAX_QUERIES)
+        assert not elects("llama-3.1-8b", kind, ranks=2)
+        assert not elects("llama-3.1-8b", kind, "sm_89")
+        assert not of_experts(kind).elects_lane
+    assert elects("llama-3.1-8b", "int4", queries=MAX_QUERIES)
+    assert not elects("llama-3.1-8b", "int4")
+    assert not elects("llama-3.1-8b", "int4", queries=MAX_QUERIES, ranks=2)
+    assert not elects("llama-3.1-8b", None)
+    assert not of_experts("int4").with_room_for(MAX_QUERIES, samples=False).elects_lane
 
 
 def of_experts(kind: str, config: ModelConfig = MIXTURE) -> Plan:

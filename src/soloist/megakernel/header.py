@@ -233,6 +233,7 @@ def _of_model(plan: Plan, build: Build) -> dict[str, Value]:
         "kWaitingCopies": plan.waiting_copies_in_flight,
         "kHeadCopies": plan.head_copies_in_flight,
         "kExpectsEarly": plan.expects_early,
+        "kElectsLane": plan.elects_lane,
         "kPageBatchSlots": plan.page_batch_slots,
         "kRestCycles": plan.rest_cycles,
         "kHasWayForFew": plan.has_way_for_few,

@@ -211,9 +211,12 @@ class Plan:
     @property
     def _has_four_bits(self) -> bool:
         """All layers are dense, with weights of 4 bits that are no super-blocks."""
+        return self._all_have(4)
+
+    def _all_have(self, bits: int) -> bool:
         if self.has_experts:
             return False
-        return all(f.value_bits == 4 and not f.super_block for f in self._layer_formats)
+        return all(f.value_bits == bits and not f.super_block for f in self._layer_formats)
 
     @property
     def _most_slots(self) -> int:
@@ -319,6 +322,17 @@ class Plan:
         tuning = self.gpu.architecture.tuning
         gains = self.shape.head_dim == 128 and not self.has_experts
         return tuning.several_few_rows and gains and self._waits_for_instructions
+
+    @property
+    def elects_lane(self) -> bool:
+        """Whether the lane that asks for copies of weights is elected right there.
+
+        Copies take half as many instructions then. Builds of 16 bits and of one query of 4 bits
+        would gain, too, and have not been tested with it.
+        """
+        has_eight_bits = self.ranks == 1 and self._all_have(8)
+        gains = has_eight_bits or self._waits_for_instructions
+        return self.gpu.architecture.tuning.elects_lane and gains
 
     @property
     def _waits_for_instructions(self) -> bool:

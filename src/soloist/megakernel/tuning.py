@@ -38,6 +38,9 @@ class Tuning:
             others do, with such weights and more than `few_layer_bytes` of a layer.
         several_few_rows: with such weights and heads of 128 values, attention has code of its own
             for one query's rows.
+        elects_lane: on one GPU, with weights of 8 bits and with several queries of 4 bits, the lane
+            that asks for copies is elected right there: the compiler makes half as many
+            instructions of a copy then. Mixtures lose by it.
         few_pausing_copies_in_flight: the same of quantised mixtures with one query, while a block
             waits and while it multiplies. What they wait for is a choice of experts, and then the
             memory.
@@ -116,6 +119,7 @@ class Tuning:
     several_page_slots: int = 8
     several_rest_cycles: int = 7000
     several_few_rows: bool = True
+    elects_lane: bool = True
     few_pausing_copies_in_flight: tuple[int, int] = (6, 6)
     ranks_copies_in_flight: tuple[int, int, int] = (2, 3, 4)
     few_ranks_copies_in_flight: tuple[int, int, int] = (2, 2, 3)
@@ -167,6 +171,7 @@ NEWER = replace(
     several_page_slots=0,
     several_rest_cycles=0,
     several_few_rows=False,
+    elects_lane=False,
     experts_release_late=False,
     several_release_late=False,
     several_short_reductions=False,

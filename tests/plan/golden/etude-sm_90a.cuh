@@ -400,6 +400,7 @@ struct Model {
   static constexpr unsigned kWaitingCopies = 0u;
   static constexpr unsigned kHeadCopies = 3u;
   static constexpr bool kExpectsEarly = false;
+  static constexpr bool kElectsLane = false;
   static constexpr unsigned kPageBatchSlots = 6u;
   static constexpr unsigned kRestCycles = 0u;
   static constexpr bool kHasWayForFew = false;

@@ -33,13 +33,10 @@ __device__ __forceinline__ Part part_of_phase(const u8* image, u32 layer, u32 ph
   return part;
 }
 
-// The compiler makes half as many instructions of a copy that an elected lane asks for. Several queries of 4 bits, which wait for
-// instructions, gain by it; a mixture with one query takes longer.
-template <class M>
-inline constexpr bool kCopiesShortly = M::kExpectsEarly && M::kMostSlots == 0;
+// The compiler makes half as many instructions of a copy that an elected lane asks for.
 template <class M>
 __device__ __forceinline__ u32 staging_lane() {
-  if constexpr (kCopiesShortly<M>) return elected_lane();
+  if constexpr (M::kElectsLane) return elected_lane();
   else return 0;
 }
 
@@ -103,13 +100,13 @@ struct Producer {
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    if (kOfPage || of_head || (kCopiesShortly<M> && M::kFetchSlots == 0)) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (kOfPage || of_head || (M::kElectsLane && M::kFetchSlots == 0)) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
     // The barrier may expect the slot's bytes already here: then the copy takes fewer instructions once it is its turn.
     constexpr bool kIsExpected = M::kExpectsEarly && kStagingLanes == 1 && !Row::kSkipsPadding;
     if constexpr (kIsExpected) mbarrier_expect(slots.full + slot * 8, bytes);
     // A slot that was never copied to counts as full of its last phase.
-    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && (kCopiesShortly<M> || issued >= in_flight)) {
+    if (const u32 in_flight = kOfPage ? most : planned(); in_flight < M::kRingSlots && (M::kElectsLane || issued >= in_flight)) {
       const bool wraps = slot < in_flight;
       const u32 earlier = wraps ? slot + M::kRingSlots - in_flight : slot - in_flight;
       mbarrier_wait(slots.full + earlier * 8, wraps ? parity ^ 1 : parity);
@@ -127,7 +124,7 @@ struct Producer {
 
   // Slots `begin` ... `end - 1` of this block's part of a matrix, one after the other; the last one may be half a slot.
   __device__ __forceinline__ void weights(const Part& part, u32 begin = 0, u32 end = ~0u) {
-    if (kCopiesShortly<M> ? is_elected() : stages()) {
+    if (M::kElectsLane ? is_elected() : stages()) {
       // Where all matrices have one format the compiler knows how much a slot takes.
       const u32 slot_bytes = M::kWeightSlotBytes ? M::kWeightSlotBytes : part.slot_bytes;
       const u32 bytes = part.halves * part.steps * (M::kHalfTileBytes ? M::kHalfTileBytes : part.half_bytes);
