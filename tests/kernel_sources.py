@@ -135,6 +135,13 @@ class Event(Anything):
         return 1.0
 
 
+class Generator(torch.Generator):
+    """Of the host; a class, since libraries name it in types."""
+
+    def __new__(cls, *_, **__):
+        return super().__new__(cls)
+
+
 class Module(Anything):
     num_sms = 132
 
@@ -160,8 +167,7 @@ def stand_in_for_torch() -> None:
         setattr(torch.cuda, name, partial(lambda value, *_, **__: value, value))
     torch.cuda.Stream = torch.cuda.CUDAGraph = Anything
     torch.cuda.Event = Event
-    generator = torch.Generator
-    torch.Generator = lambda *_, **__: generator()
+    torch.Generator = Generator
     run = threading.Thread.run
 
     def run_on_host(self) -> None:
