@@ -1,7 +1,7 @@
 """Minutes of requests and thousands of tokens: no hang, no leak, no wrong token.
 
-Run with `-m slow`. Over two GPUs, or two ranks that share one; on one GPU with weights in int4, and
-room for half of what its requests may come to; and a mixture of experts. Most requests have a
+Run with `-m slow`. Over two GPUs, or two ranks that share one; on one GPU with weights in int4
+and in FP8, and room for half of what its requests may come to; and a mixture of experts. Most requests have a
 prediction, right or wrong.
 """
 
@@ -30,6 +30,7 @@ from soloist.sampling import SamplingParams
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SOAK_S = 300.0
+ROUNDED = {"int4": Codes.INT4, "fp8": Codes.FP8}
 LONGEST = 600
 PROMPTS = (
     "def f(", "import os\n" * 3, "class Point:\n    x = 1\n" * 20, "x = 1\n" * 150,
@@ -57,7 +58,7 @@ def engine(kind: str) -> Engine:
             return Engine.load(replace(asked, model=str(mixture), precision="bf16"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "resolve", lambda *given: replace(resolve(*given), kv_tokens=2048))
-        return Engine.load(replace(asked, weights=Codes.INT4))
+        return Engine.load(replace(asked, weights=ROUNDED[kind]))
 
 
 def predicted(rng: random.Random, answer: Sequence[int]) -> list[int] | None:
@@ -141,7 +142,7 @@ def soak(loop: EngineLoop, own: Engine, seconds: float, rng: random.Random) -> t
     return count, num_accepted
 
 
-@pytest.mark.parametrize("kind", ["ranks", "int4", "experts"])
+@pytest.mark.parametrize("kind", ["ranks", *ROUNDED, "experts"])
 def test_minutes_of_requests_with_random_lengths_and_cancels(kind: str) -> None:
     own = engine(kind)
     loop = EngineLoop(own.model, own.tokenizer, own.config.vocab_size)
@@ -152,7 +153,7 @@ def test_minutes_of_requests_with_random_lengths_and_cancels(kind: str) -> None:
         assert count > SOAK_S, "they came slowly"
         assert num_accepted > count, "predictions were followed"
         assert held_bytes() == before
-        assert (loop.load.num_preemptions > 0) == (kind == "int4")
+        assert (loop.load.num_preemptions > 0) == (kind in ROUNDED)
         assert loop.load.num_running == loop.load.num_waiting == 0
     finally:
         loop.close()
