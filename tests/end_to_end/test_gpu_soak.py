@@ -1,8 +1,8 @@
 """Minutes of requests and thousands of tokens: no hang, no leak, no wrong token.
 
-Run with `-m slow`. Over two GPUs, or two ranks that share one; on one GPU with weights in int4
-and in FP8, and room for half of what its requests may come to; and a mixture of experts. Most requests have a
-prediction, right or wrong.
+Run with `-m slow`. Over two GPUs, or two ranks that share one; on one GPU with weights in int4 and
+in FP8, and room for half of what its requests may come to; and a mixture of experts. Most requests
+have a prediction, right or wrong.
 """
 
 import random
