@@ -395,7 +395,7 @@ def test_a_slow_conversation_keeps_its_child(looping) -> None:
 
 def test_few_children_wait_for_conversations(looping) -> None:
     """However many were read at once: each holds some memory."""
-    slow = CHAT | {"chat_template_kwargs": {"rounds": 3000}}
+    slow = CHAT | {"chat_template_kwargs": {"rounds": 2000}}
     body = orjson.dumps(slow) + b" " * CONVERSATION_BYTES
     with prepared(looping) as preparation:
 
