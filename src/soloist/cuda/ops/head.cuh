@@ -94,7 +94,7 @@ __device__ __forceinline__ void head(Context<M>& cx, float* logits, bool shared_
     multiply<kGroupUnits, true>(cx.ring, cx.warp, cx.lane, operand, ahead, sums, [] {});
     if constexpr (!kMovesRegisters) {  // or these, and predicates that follow from addresses, would be spilled
       cx.forget_addresses();
-      logits = logits_of_round(cx);
+      if constexpr (kSamples) logits = logits_of_round(cx);  // beside a greedy choice it is that which spills
     }
     Reduction reduction(cx, Head::kTiles * 16, true);
     reduction.for_each_part(cx, sums, kGroupUnits, kGroupUnits * 8, [&](u32 start, u32 end) {
