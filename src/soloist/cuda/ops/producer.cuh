@@ -33,7 +33,7 @@ __device__ __forceinline__ Part part_of_phase(const u8* image, u32 layer, u32 ph
   return part;
 }
 
-// The compiler makes half as many instructions of a copy that an elected lane asks for.
+// The compiler makes half as many instructions of a copy that an elected lane asks for. Plans that elect fetch nothing to the L2.
 template <class M>
 __device__ __forceinline__ u32 staging_lane() {
   if constexpr (M::kElectsLane) return elected_lane();
@@ -100,7 +100,7 @@ struct Producer {
   __device__ __forceinline__ void copy(const u8* source, u32 bytes, u32 most = M::kRingSlots) {
     if (kAblation >= kNoStream) return;
     // Pairs with Ring::release in all consumer warps.
-    if (kOfPage || of_head || (M::kElectsLane && M::kFetchSlots == 0)) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
+    if (kOfPage || of_head || M::kElectsLane) mbarrier_wait(slots.empty + slot * 8, parity ^ 1);
     else wait_for_room(source);
     // The barrier may expect the slot's bytes already here: then the copy takes fewer instructions once it is its turn.
     constexpr bool kIsExpected = M::kExpectsEarly && kStagingLanes == 1 && !Row::kSkipsPadding;
